@@ -1,0 +1,68 @@
+"""gradfix: move a fine-tune onto the next release of its base model.
+
+The public names are imported on first use, so `import gradfix` costs nothing. No module
+shares its name with a public function: importing a submodule would hide the function."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gradfix._version import __version__
+
+_HOMES = {
+    "ALIGNERS": "gradfix.align",
+    "Alignment": "gradfix.align",
+    "Checkpoint": "gradfix.checkpoints.open",
+    "ENGINES": "gradfix.votes.collect",
+    "GradfixError": "gradfix.errors",
+    "MASKS": "gradfix.masks",
+    "MERGES": "gradfix.merging",
+    "SELECTORS": "gradfix.selection",
+    "TASKS": "gradfix.tasks.base",
+    "ScaleCurve": "gradfix.scale",
+    "SignVotes": "gradfix.votes.tally",
+    "TaskVector": "gradfix.taskvector",
+    "Transported": "gradfix.transported",
+    "apply": "gradfix.transported",
+    "collect_gradient": "gradfix.votes.collect",
+    "collect_votes": "gradfix.votes.collect",
+    "compare": "gradfix.comparison",
+    "consensus": "gradfix.merging",
+    "evaluate": "gradfix.scoring",
+    "finetune": "gradfix.finetuning",
+    "merge": "gradfix.merging",
+    "open_checkpoint": "gradfix.checkpoints.open",
+    "search_scale": "gradfix.scale",
+    "select": "gradfix.selection",
+    "transport": "gradfix.transported",
+    "transport_checkpoint": "gradfix.stream",
+    "verify": "gradfix.checkpoints.write",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gradfix' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
+
+
+if TYPE_CHECKING:
+    from gradfix.checkpoints.open import Checkpoint as Checkpoint
+    from gradfix.checkpoints.open import open_checkpoint as open_checkpoint
+    from gradfix.errors import GradfixError as GradfixError
+    from gradfix.scale import search_scale as search_scale
+    from gradfix.taskvector import TaskVector as TaskVector
+    from gradfix.transported import apply as apply
+    from gradfix.transported import transport as transport
+    from gradfix.votes.collect import collect_votes as collect_votes
+    from gradfix.votes.tally import SignVotes as SignVotes

@@ -1,0 +1,1 @@
+"""Weights on disk and in memory: one way to open them, one way to write them."""

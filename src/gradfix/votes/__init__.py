@@ -1,0 +1,1 @@
+"""Votes: what the target's per-sample gradients say about each weight."""

@@ -1,0 +1,202 @@
+"""Collect votes: ask each labelled sample which way every weight should move.
+
+The model's weights, gradients and mode come back exactly as they were. Batch size and engine affect
+speed, never the result."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.errors import DataError, UnsafeResult
+from gradfix.registry import Registry
+from gradfix.taskvector import TaskVector
+from gradfix.votes.loop import Batch, Loss, batch_size, folding, loop, samples, take
+from gradfix.votes.tally import SignVotes, Tally, dtype_for
+
+Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
+ENGINES: Registry[Engine] = Registry("engine")
+ENGINES.register("loop")(loop)
+
+BAD_SAMPLE_SHARE = 0.01
+
+
+def collect_votes(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    vote: Literal["majority", "mean"] = "majority",
+    engine: str = "auto",
+    *,
+    checkpoint: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> SignVotes:
+    """Count, per weight, the samples that want it to grow minus those that want it to shrink.
+
+    `loss(model, batch)` returns one loss per sample. `vote="mean"` takes the sign of the summed
+    gradient instead; its entries are 0 or plus/minus the sample count, a unanimous vote.
+    With `checkpoint`, finished batches are saved there and skipped when the same call runs again."""
+    if vote == "mean":
+        return _mean_votes(model, loss, batches, progress)
+    if vote != "majority":
+        from gradfix.errors import UsageError
+        from gradfix.registry import unknown
+
+        raise UsageError(unknown("vote", vote, ["majority", "mean"]))
+    tally = Tally(voting_parameters(model))
+    notes: list[str] = []
+    with left_as_it_was(model):
+        if checkpoint is not None:
+            from gradfix.votes.resume import resumable
+
+            batches = resumable(checkpoint, tally, batches)
+        _run(engine, model, loss, batches, tally, progress, notes)
+    if tally.count == 0:
+        raise DataError("no samples to vote with; check the data and --shots.")
+    _refuse_silence(tally)
+    return SignVotes(tally.votes(), tally.count, disk_names=_aliases(model), notes=tuple(notes))
+
+
+def _run(
+    engine: str,
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    tally: Tally,
+    progress: Callable[[int], None] | None,
+    notes: list[str],
+) -> None:
+    fold: Engine | None = None
+    bad, seen = 0, 0
+    for batch in batches:
+        good, skipped = finite_samples(model, loss, batch, first=seen)
+        seen += batch_size(batch)
+        bad += len(skipped)
+        notes.extend(skipped)
+        if bad > BAD_SAMPLE_SHARE * max(seen, 1) and bad:
+            raise DataError(f"{bad} of {seen} samples give a loss that is not finite, first {skipped or notes}.")
+        if good is not None:
+            if fold is None:
+                fold, note = choose_engine(engine, model, loss, good, tally)
+                notes.extend(note)
+            fold(model, loss, good, tally)
+        if progress is not None:
+            progress(batch_size(batch))
+
+
+def choose_engine(
+    engine: str, model: nn.Module, loss: Loss, batch: Batch, tally: Tally
+) -> tuple[Engine, list[str]]:
+    """`auto` picks the fastest engine that agrees with the loop on the first samples."""
+    if engine != "auto":
+        return ENGINES[engine], []
+    try:
+        from gradfix.votes.auto import choose
+    except ImportError:
+        return loop, []
+    return choose(model, loss, batch, tally)
+
+
+def finite_samples(model: nn.Module, loss: Loss, batch: Batch, *, first: int) -> tuple[Batch | None, list[str]]:
+    """Leave out samples whose loss is NaN or Inf: the sign of NaN is 0, so they would vote in silence."""
+    with torch.no_grad():
+        losses = loss(model, batch)
+    size = batch_size(batch)
+    if losses.shape != (size,):
+        raise DataError(
+            f"loss(model, batch) must return one loss per sample, shape ({size},); got {tuple(losses.shape)}."
+        )
+    finite = torch.isfinite(losses)
+    if bool(finite.all()):
+        return batch, []
+    skipped = [f"sample {first + int(i)}: loss is {float(losses[i])}" for i in (~finite).nonzero().flatten()]
+    kept = finite.nonzero().flatten()
+    return (take(batch, kept) if kept.numel() else None), skipped
+
+
+def collect_gradient(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> TaskVector:
+    """The mean gradient over all samples, in float32 or better; the real-valued reference of `magnitude`."""
+    parameters = voting_parameters(model)
+    sums = {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
+    }
+    count = 0
+
+    def fold(name: str, gradient: Tensor) -> None:
+        sums[name].add_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    with left_as_it_was(model), folding(Tally(parameters), fold):
+        for batch in batches:
+            for sample in samples(batch):
+                count += 1
+                with torch.enable_grad():
+                    value = loss(model, sample).sum()
+                if not torch.isfinite(value):
+                    raise DataError(f"sample {count - 1} gives a loss of {float(value)}.")
+                value.backward()
+    if count == 0:
+        raise DataError("no samples to take a gradient of; check the data and --shots.")
+    return TaskVector({name: total / count for name, total in sums.items()})
+
+
+def _mean_votes(
+    model: nn.Module, loss: Loss, batches: Iterable[Batch], progress: Callable[[int], None] | None
+) -> SignVotes:
+    seen = 0
+
+    def counted() -> Iterator[Batch]:
+        nonlocal seen
+        for batch in batches:
+            seen += batch_size(batch)
+            yield batch
+            if progress is not None:
+                progress(batch_size(batch))
+
+    gradient = collect_gradient(model, loss, counted())
+    dtype = dtype_for(seen)
+    votes = {name: (-g.sign()).to(dtype) * seen for name, g in gradient.items()}
+    return SignVotes(votes, seen, rule="mean", disk_names=_aliases(model))
+
+
+def voting_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Each distinct trainable parameter once, under its canonical name; tied ones vote once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; modes and gradients restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.eval()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _refuse_silence(tally: Tally) -> None:
+    silent = [name for name, buffer in tally.items() if not bool(buffer.any())]
+    if len(silent) == len(tally.parameters):
+        raise UnsafeResult(
+            "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
+            "do its parameters require gradients?"
+        )
+    if silent:
+        warnings.warn(f"{len(silent)} tensors abstained (frozen or unused), first {silent[0]!r}.", stacklevel=3)
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    return {name: disk for name, disk in name_map(model).renamed.items() if name != disk}

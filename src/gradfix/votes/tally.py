@@ -1,0 +1,163 @@
+"""Vote counts: integers per weight, never in the parameter's dtype.
+
+`Tally` is the accumulator an engine adds to; `SignVotes` is the finished, immutable count. A bf16
+accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints
+
+LIMITS = ((127, torch.int8), (32767, torch.int16), (2**31 - 1, torch.int32))
+
+
+def dtype_for(count: int) -> torch.dtype:
+    """The narrowest integer that holds `count` votes of either sign."""
+    return next(dtype for limit, dtype in LIMITS if count <= limit)
+
+
+class SignVotes(Mapping[str, Tensor]):
+    """Per weight: samples that want it to grow minus samples that want it to shrink.
+
+    `count` is the number of samples. `target_hash` names the weights the votes were taken at;
+    votes for other weights are refused where a checkpoint is written."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        count: int,
+        *,
+        rule: str = "majority",
+        target_hash: str | None = None,
+        disk_names: Mapping[str, str] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self._tensors = dict(tensors)
+        self.count = int(count)
+        self.rule = rule
+        self.target_hash = target_hash
+        self.disk_names = dict(disk_names or {})
+        self.notes = notes
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def direction(self) -> dict[str, Tensor]:
+        """-1, 0 or 1 per weight; a tie is 0."""
+        return {name: tensor.sign().to(torch.int8) for name, tensor in self.items()}
+
+    def tie_rate(self) -> float:
+        """Share of weights on which the samples cancel out."""
+        total = sum(tensor.numel() for tensor in self.values())
+        return sum(int((tensor == 0).sum()) for tensor in self.values()) / max(total, 1)
+
+    def __add__(self, other: SignVotes) -> SignVotes:
+        if not isinstance(other, SignVotes):
+            return NotImplemented
+        if set(self) != set(other):
+            odd = sorted(set(self) ^ set(other))
+            raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
+        if None not in (self.target_hash, other.target_hash) and self.target_hash != other.target_hash:
+            raise IncompatibleCheckpoints("the votes were taken at different weights and cannot be added.")
+        count = self.count + other.count
+        dtype = dtype_for(count)
+        return SignVotes(
+            {name: self[name].to(dtype) + other[name].to(dtype) for name in self},
+            count,
+            rule=self.rule,
+            target_hash=self.target_hash or other.target_hash,
+            disk_names=self.disk_names or other.disk_names,
+            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+        )
+
+    def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
+        tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
+        return SignVotes(tensors, self.count, rule=self.rule, target_hash=self.target_hash, notes=self.notes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        from gradfix.checkpoints.write import save_tensors
+
+        metadata = {"format": "gradfix.votes", "count": str(self.count), "rule": self.rule}
+        if self.target_hash:
+            metadata["target_hash"] = self.target_hash
+        save_tensors(Path(path), {name: t.cpu().contiguous() for name, t in self.items()}, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SignVotes:
+        from gradfix.checkpoints.safetensors_file import SafetensorsFile
+
+        file = SafetensorsFile(Path(path))
+        count, rule, target_hash = votes_metadata(file.path, file.metadata)
+        tensors = {name: file.read(name) for name in file.names_in_file_order()}
+        return cls(tensors, count, rule=rule, target_hash=target_hash)
+
+    def __repr__(self) -> str:
+        return f"SignVotes({len(self)} tensors, {self.count} samples, {self.tie_rate():.1%} ties, rule {self.rule})"
+
+    def _repr_html_(self) -> str:
+        from gradfix.diagnostics import notebook_table
+
+        rows = [
+            (name, "x".join(map(str, t.shape)), f"{float((t == 0).float().mean()):.1%}", f"{int(t.abs().max())}")
+            for name, t in list(self.items())[:12]
+            if t.numel()
+        ]
+        return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
+
+
+def votes_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[int, str, str | None]:
+    if metadata.get("format") != "gradfix.votes":
+        raise CorruptInput(f"{path} is not a votes file; make one with `gradfix vote`.")
+    try:
+        return int(metadata["count"]), metadata.get("rule", "majority"), metadata.get("target_hash")
+    except (KeyError, ValueError):
+        raise CorruptInput(f"{path} has no readable sample count; make it again with `gradfix vote`.") from None
+
+
+class Tally:
+    """Integer accumulators for one model, widened before they can wrap.
+
+    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.count = 0
+        self._buffers = {
+            name: torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
+            for name, parameter in self.parameters.items()
+        }
+
+    def reserve(self, samples: int) -> None:
+        self.count += samples
+        dtype = dtype_for(self.count)
+        if any(buffer.dtype != dtype for buffer in self._buffers.values()):
+            self._buffers = {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._buffers[name]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._buffers.items())
+
+    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        """Continue from an earlier partial count."""
+        self.count = count
+        dtype = dtype_for(count)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
+
+    def votes(self) -> dict[str, Tensor]:
+        dtype = dtype_for(self.count)
+        return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
