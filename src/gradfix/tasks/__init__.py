@@ -1,0 +1,1 @@
+"""Tasks: how one family of models is loaded, fed and scored."""

@@ -1,0 +1,85 @@
+"""The task protocol: what gradfix needs to know about a family of models.
+
+A `Task` opens a checkpoint with the family's own loader and returns a `Bound` one: the model with
+everything that belongs to that side (its head, its tokenizer or image transform). The core never sees
+more of a task than `loss(model, batch)` and a score."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.errors import CorruptInput
+from gradfix.registry import Registry
+
+Example = Mapping[str, Any]  # the columns of one row: "text" or "image", ..., and "label" as a string
+Batch = dict[str, Tensor]
+
+
+class Bound(ABC):
+    """One checkpoint, ready to be asked: model, head and transform of that side."""
+
+    model: nn.Module
+    labels: list[str]
+    source: Path | None = None
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Tensors with samples first, on the model's device; labels under "labels"."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """One loss per sample, shape (batch,); differentiable in the model's weights."""
+
+    @abstractmethod
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The index into `labels` of each sample's answer."""
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Scores per label, shape (batch, labels): what a teacher hands on. Softmax gives probabilities."""
+        raise CorruptInput(f"{type(self).__name__} has no closed label set to score.")
+
+    @abstractmethod
+    def features(self, model: nn.Module, batch: Batch) -> Tensor:
+        """One vector per sample from the frozen encoder, for example selection."""
+
+    def trainable(self) -> list[str]:
+        """Names of the parameters fine-tuning may move; heads that belong to the side stay frozen."""
+        return [name for name, _ in self.model.named_parameters()]
+
+    def save_extras(self, folder: Path) -> None:  # noqa: B027
+        """Write what belongs to this side but not to the weights (a zero-shot head, say) into `folder`."""
+
+    def batches(self, examples: Sequence[Example], size: int = 16) -> Iterator[Batch]:
+        for first in range(0, len(examples), size):
+            yield self.collate(examples[first : first + size])
+
+
+class Task(ABC):
+    """A family of models and what is asked of them; holds the labels, no weights."""
+
+    labels: dict[str, str]  # label name -> prompt (the name itself where no prompt is needed)
+
+    @abstractmethod
+    def open(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        head_from: str | os.PathLike[str] | None = None,
+    ) -> Bound:
+        """Load a checkpoint; non-empty loading info (missing or unexpected keys) is an error.
+
+        `head_from` names the pre-trained checkpoint whose frozen head this side uses; by default the
+        extras saved beside the weights, and without them the checkpoint itself."""
+
+
+TASKS: Registry[type[Task]] = Registry("task")
+"""Constructors by name; each takes `labels: dict[str, str]` and its own keyword options."""
