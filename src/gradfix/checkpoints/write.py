@@ -1,0 +1,326 @@
+"""Write outputs so that they are either absent or complete.
+
+Everything is written into a staging folder beside the output, flushed to disk, described by a manifest
+that is written last, and renamed into place in one step. A lock keeps two writers apart. Inputs are never
+touched."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.open import raw_bytes
+from gradfix.checkpoints.safetensors_file import CODES, FileHash, TensorInfo, sha256_file
+from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError, UnsafeResult
+
+MANIFEST = "gradfix.json"
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
+UMASK_MODE = 0o666
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def staged_folder(
+    out: Path, *, overwrite: bool = False, need_bytes: int = 0, key: str | None = None
+) -> Iterator[Path]:
+    """A folder to write into; it becomes `out` when the block ends well and vanishes when it does not.
+
+    With a `key`, an interrupted (not failed) run leaves the staging folder, and the next run with the same
+    key gets it back to go on from."""
+    out = Path(os.path.abspath(out))
+    _refuse_occupied(out, overwrite)
+    make_parent(out)
+    with _locked(out):
+        staging = _staging_path(out, key)
+        _remove_stale(out, keep=staging)
+        _check_space(out.parent, need_bytes)
+        try:
+            staging.mkdir(exist_ok=True)
+            yield staging
+            for path in staging.rglob("*"):
+                if path.is_file():
+                    seal(path)
+            _fsync_folder(staging)
+            _swap(staging, out)
+        except KeyboardInterrupt:
+            if key is None:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        except BaseException as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            if isinstance(error, OSError) and not isinstance(error, GradfixError):
+                raise OutputError(f"cannot write {out}: {reason(error)}. Nothing was left behind.") from error
+            raise
+
+
+def make_parent(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot create {out.parent}: {reason(error)}.") from None
+
+
+def reason(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return "the disk is full"
+    return (error.strerror or str(error)).lower()
+
+
+def _refuse_occupied(out: Path, overwrite: bool) -> None:
+    if out.is_file():
+        raise OutputError(f"{out} is a file; give a folder as --out.")
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise OutputError(f"{out} exists and is not empty. Choose another --out, or pass --overwrite to replace it.")
+
+
+def refuse_inside(out: Path, inputs: Sequence[Path]) -> None:
+    """An output that is, contains or lies in an input is refused; compared by inode, so links do not fool it."""
+    target = Path(os.path.abspath(out))
+    ancestors = {_identity(parent) for parent in (target, *target.parents)} - {None}
+    for path in inputs:
+        home = path if path.is_dir() else path.parent
+        own = {_identity(path)} if path.is_file() else {_identity(home)}
+        inside_out = _identity(target) is not None and _identity(target) in {
+            _identity(parent) for parent in Path(os.path.realpath(path)).parents
+        }
+        if own & ancestors or inside_out:
+            raise OutputError(f"output {out} is or overlaps the input {path}; inputs are never modified. Choose another --out.")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    lock = out.parent / f".{out.name}.gradfix.lock"
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, UMASK_MODE)
+    except OSError as error:
+        raise OutputError(f"cannot write beside {out}: {reason(error)}.") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Locked(f"another gradfix process is writing {out}. Wait for it, or choose another --out.") from None
+        yield
+        lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _staging_path(out: Path, key: str | None) -> Path:
+    label = hashlib.sha256(key.encode()).hexdigest()[:16] if key else f"{os.getpid()}-{os.urandom(4).hex()}"
+    return out.parent / f".{out.name}.gradfix-{label}"
+
+
+def _remove_stale(out: Path, keep: Path) -> None:
+    """The lock is held, so any other staging folder of this output belongs to a dead process."""
+    for path in out.parent.glob(f".{out.name}.gradfix-*"):
+        if path != keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_space(folder: Path, need: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if need > free:
+        raise OutputError(f"{folder} has {free / 2**30:.1f} GiB free, {need / 2**30:.1f} GiB are needed.")
+
+
+def _swap(staging: Path, out: Path) -> None:
+    os.chmod(staging, 0o777 & ~_umask())
+    if out.exists():
+        old = out.parent / f".{out.name}.gradfix-old-{os.urandom(4).hex()}"
+        os.rename(out, old)
+        os.rename(staging, out)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.rename(staging, out)
+    _fsync_folder(out.parent)
+
+
+def seal(path: Path) -> None:
+    """Ordinary permissions, and on disk before the rename: safetensors does neither."""
+    os.chmod(path, UMASK_MODE & ~_umask())
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SafetensorsWriter:
+    """One safetensors file, written tensor by tensor in pieces; the sha256 comes with it."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> None:
+        self.path = path
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        offset = 0
+        for name, info in tensors.items():
+            header[name] = {
+                "dtype": CODES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [offset, offset + info.nbytes],
+            }
+            offset += info.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = 8 + len(text) + offset
+        self._written = 0
+        self._digest = hashlib.sha256()
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
+        self.write_bytes(len(text).to_bytes(8, "little") + text)
+
+    def write(self, piece: Tensor) -> None:
+        self.write_bytes(raw_bytes(piece))
+
+    def write_bytes(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        self._digest.update(view)
+        while view:
+            done = self._file.write(view)
+            view = view[done:]
+            self._written += done
+
+    def close(self) -> str:
+        """Flush to disk and return the sha256."""
+        if self._written != self._expected:
+            raise UnsafeResult(f"{self.path.name}: wrote {self._written} bytes of {self._expected}; this is a bug.")
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """One safetensors file, complete or absent."""
+    path = Path(path)
+    make_parent(path)
+    staging = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    try:
+        with SafetensorsWriter(staging, infos, metadata) as writer:
+            for tensor in tensors.values():
+                writer.write(tensor)
+            writer.close()
+        seal(staging)
+        os.replace(staging, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {reason(error)}.") from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, complete or absent."""
+    path = Path(path)
+    make_parent(path)
+    staging = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        seal(staging)
+        os.replace(staging, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {reason(error)}.") from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def write_manifest(folder: Path, content: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
+    """The last file of a folder: what it holds, with the sha256 of every other file."""
+    outputs = dict(hashes)
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder).as_posix()
+        if path.is_file() and relative not in outputs and relative != MANIFEST:
+            outputs[relative] = sha256_file(path)
+    text = json.dumps({**content, "outputs": dict(sorted(outputs.items()))}, indent=1, default=str)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CorruptInput(f"{folder} has no {MANIFEST}: it was not written by gradfix, or not completely.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content["outputs"], dict):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CorruptInput(f"{path} is not a readable manifest.") from None
+    return dict(content)
+
+
+def verify(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Check the manifest and every hash; raises CorruptInput naming the first file that does not hold."""
+    home = Path(folder)
+    content = read_manifest(home)
+    for relative, expected in content["outputs"].items():
+        path = home / relative
+        if os.path.isabs(relative) or ".." in Path(relative).parts:
+            raise CorruptInput(f"{home / MANIFEST} names a file outside the folder ({relative!r}); refused.")
+        if not path.is_file():
+            raise CorruptInput(f"{path} is missing; the manifest lists it.")
+        if sha256_file(path) != expected:
+            raise CorruptInput(f"{path} has changed since it was written: its sha256 does not match the manifest.")
+    for path in sorted(home.rglob("*")):
+        relative = path.relative_to(home).as_posix()
+        if path.is_file() and path.name.endswith(WEIGHT_SUFFIXES) and relative not in content["outputs"]:
+            raise CorruptInput(f"{path} is not in the manifest: weights were added after the folder was written.")
+    return content
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """A dtype by the name users write: fp32, bf16, float16 ..."""
+    from gradfix.errors import UsageError
+    from gradfix.registry import unknown
+
+    names = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+             "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64}  # fmt: skip
+    if name not in names:
+        raise UsageError(unknown("dtype", name, list(names)))
+    return names[name]
+
+
+__all__ = [
+    "FileHash",
+    "MANIFEST",
+    "SafetensorsWriter",
+    "read_manifest",
+    "refuse_inside",
+    "save_tensors",
+    "staged_folder",
+    "torch_dtype",
+    "verify",
+    "write_manifest",
+    "write_text",
+]

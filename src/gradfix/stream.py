@@ -1,0 +1,463 @@
+"""Transport from folder to folder, in flat pieces: memory stays flat whatever the model's size.
+
+Every input is read once, in the target's file order, and hashed on the way. The output has the target's
+shards, names, dtypes, config and tokenizer files, and a manifest with the fate of every tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.open import CHUNK, Checkpoint, SafetensorsCheckpoint, Source, open_checkpoint, raw_bytes
+from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, sha256_file
+from gradfix.checkpoints.write import SafetensorsWriter, refuse_inside, staged_folder, torch_dtype, write_manifest
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, UsageError
+from gradfix.masks import MASKS, Mask
+from gradfix.preflight import Plan, plan_transport
+from gradfix.transported import mask_options, mask_piece, random_directions, share
+from gradfix.votes.tally import SignVotes, votes_metadata
+
+SHARD_BYTES = 5 * 2**30
+MAX_NORM_RATIO = 0.5
+LEAST_KEPT = 0.01
+
+
+@dataclass
+class Fate:
+    """What happened to one tensor, counted while it streamed by."""
+
+    nonzero: int = 0
+    kept: int = 0
+    survived: int = 0  # kept entries whose weight really changed after rounding to the output's dtype
+    tau_square: float = 0.0
+    base_square: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "fate": "transported",
+            "kept": round(share(self.kept, self.nonzero), 6),
+            "survived_rounding": round(share(self.survived, self.kept), 6),
+        }
+
+
+@dataclass(frozen=True)
+class StreamReport:
+    """The numbers behind an output folder."""
+
+    out: Path
+    transported: int
+    copied: int
+    skipped: int
+    kept: float
+    survived: float
+    norm_ratio: float
+    seconds: float = 0.0
+    tensors: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def transport_checkpoint(
+    *,
+    base: Source | Checkpoint,
+    tuned: Source | Checkpoint,
+    target: Source | Checkpoint,
+    out: str | os.PathLike[str],
+    votes: SignVotes | str | os.PathLike[str] | None = None,
+    mask: str = "agree",
+    alpha: float = 1.0,
+    margin: float | None = None,
+    seed: int | None = None,
+    head: str = "error",
+    strict: bool = False,
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    details: Mapping[str, Any] | None = None,
+    extras: Callable[[Path], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> StreamReport:
+    """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
+
+    `votes` is a votes file (on-disk names) or SignVotes; it may be left out for the random masks and when
+    `alpha` is 0. `extras(staging)` may add files; `details` go into the manifest."""
+    before, goal = open_checkpoint(base), open_checkpoint(target)
+    after = open_checkpoint(tuned, base=before)
+    out = Path(out)
+    refuse_inside(out, [c.path for c in (before, after, goal) if c.path is not None])
+    plan = plan_transport(before, after, goal, head=head, strict=strict)
+    ballot = _Ballot(votes, mask, margin, seed, plan, goal)
+    job = _Job(before, after, goal, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype)
+    need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
+    with staged_folder(out, overwrite=overwrite, need_bytes=need) as staging:
+        hashes = job.write(staging, plan, progress)
+        _copy_side_files(goal, staging)
+        if extras is not None:
+            extras(staging)
+        report = job.report(out, plan, force)
+        write_manifest(staging, job.manifest(report, plan, details), hashes)
+    return report
+
+
+class _Ballot:
+    """What the mask is shown, piece by piece, under on-disk names."""
+
+    def __init__(
+        self,
+        votes: SignVotes | str | os.PathLike[str] | None,
+        mask: str,
+        margin: float | None,
+        seed: int | None,
+        plan: Plan,
+        target: Checkpoint,
+    ) -> None:
+        self.mask, self.seed = mask, seed
+        self.rule: Mask = MASKS[mask]
+        self.source: Checkpoint | None = None
+        self.count, self.target_hash = 0, None
+        if self.rule.sees == "reference":
+            raise UsageError("mask 'magnitude' needs gradients, which are not kept in votes files; use transport().")
+        if self.rule.sees == "chance":
+            if seed is None:
+                raise UsageError("the random masks need a seed.")
+            self.options = mask_options(mask, None, margin)
+            return
+        if votes is None:
+            raise UsageError(f"mask {mask!r} needs votes: make them with `gradfix vote` and pass the file.")
+        if isinstance(votes, SignVotes):
+            known = set(target.names())
+            named = {votes.disk_names.get(n, n) if n not in known else n: t for n, t in votes.items()}
+            self.source, self.count, self.target_hash = open_checkpoint(named), votes.count, votes.target_hash
+        else:
+            file = SafetensorsFile(Path(votes))
+            self.count, _, self.target_hash = votes_metadata(file.path, file.metadata)
+            self.source = SafetensorsCheckpoint(file.path, [file])
+        self.options = mask_options(mask, SignVotes({}, self.count), margin)
+        self._check_names(plan, target)
+
+    def _check_names(self, plan: Plan, target: Checkpoint) -> None:
+        assert self.source is not None
+        strangers = sorted(set(self.source.names()) - set(target.names()))
+        if strangers:
+            raise IncompatibleCheckpoints(
+                f"the votes hold {len(strangers)} tensors that {target} lacks, first {strangers[0]!r}. "
+                "Vote on this target with `gradfix vote`."
+            )
+        for name in self.source.names():
+            if self.source.info(name).shape != target.info(name).shape:
+                raise IncompatibleCheckpoints(
+                    f"votes for {name!r} are {list(self.source.info(name).shape)}, the target's tensor is "
+                    f"{list(target.info(name).shape)}."
+                )
+        if not set(self.source.names()) & set(plan.transported):
+            raise IncompatibleCheckpoints(f"the votes cover none of the tensors of {target}.")
+
+    def has(self, name: str) -> bool:
+        return self.source is None or name in self.source
+
+    def pieces(self, name: str, count: int) -> Iterator[Tensor]:
+        if self.source is None:
+            return random_directions(self.seed or 0, name, count)
+        return self.source.chunks(name, CHUNK)
+
+
+class _Job:
+    """One pass over all tensors."""
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        tuned: Checkpoint,
+        target: Checkpoint,
+        ballot: _Ballot,
+        alpha: float,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.base, self.tuned, self.target = base, tuned, target
+        self.ballot, self.alpha, self.dtype = ballot, alpha, dtype
+        self.fates: dict[str, Fate] = {}
+        self.abstained: list[str] = []
+        self.hashes = _InputHashes([base, tuned, target])
+
+    def out_info(self, name: str, source: Checkpoint | None = None) -> TensorInfo:
+        info = (source or self.target).info(name)
+        if self.dtype is not None and info.dtype.is_floating_point:
+            return TensorInfo(info.shape, self.dtype)
+        return info
+
+    def write(self, staging: Path, plan: Plan, progress: Callable[[int], None] | None) -> dict[str, str]:
+        layout = _layout(self.target, plan, self.out_info, self.tuned)
+        hashes: dict[str, str] = {}
+        wanted = set(plan.transported)
+        with self.hashes:
+            for file, names in layout.items():
+                infos = {n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None) for n in names}
+                with SafetensorsWriter(staging / file, infos, {"format": "pt"}) as writer:
+                    for name in names:
+                        for piece in self._pieces(name, name in wanted, plan):
+                            writer.write(piece)
+                            if progress is not None:
+                                progress(piece.numel() * piece.dtype.itemsize)
+                    hashes[file] = writer.close()
+        if len(layout) > 1:
+            index = staging / "model.safetensors.index.json"
+            total = sum(self.out_info(n).nbytes for n in self.target.names())
+            weight_map = {name: file for file, names in layout.items() for name in names}
+            index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        return hashes
+
+    def _pieces(self, name: str, transported: bool, plan: Plan) -> Iterator[Tensor]:
+        if transported and self.ballot.has(name) and self.alpha != 0:
+            return self._moved(name)
+        source = self.tuned if plan.extra.get(name, "").startswith("copied") else self.target
+        if transported and self.alpha != 0:
+            self.abstained.append(name)
+        return self._copied(name, source)
+
+    def _copied(self, name: str, source: Checkpoint) -> Iterator[Tensor]:
+        info = self.out_info(name, source)
+        for piece in self.hashes.chunks(source, name):
+            yield piece.to(info.dtype)
+
+    def _moved(self, name: str) -> Iterator[Tensor]:
+        fate = self.fates[name] = Fate()
+        out_dtype = self.out_info(name).dtype
+        streams = zip(
+            self.hashes.chunks(self.base, name),
+            self.hashes.chunks(self.tuned, name),
+            self.hashes.chunks(self.target, name),
+            self.ballot.pieces(name, self.target.info(name).numel),
+            strict=True,
+        )
+        for base, tuned, target, seen in streams:
+            before, after = _wide(base), _wide(tuned)
+            delta = after - before
+            masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
+            wide = torch.promote_types(target.dtype, torch.float32)
+            moved = (target.to(wide) + self.alpha * masked.to(wide)).to(out_dtype)
+            self._count(fate, before, delta, masked, moved, target)
+            if not bool(torch.isfinite(moved).all()) or not bool(torch.isfinite(delta).all()):
+                self._blame(name, base, tuned, target)
+            yield moved
+
+    def _count(self, fate: Fate, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor) -> None:
+        fate.nonzero += int(delta.count_nonzero())
+        fate.kept += int(masked.count_nonzero())
+        fate.survived += int((moved != target).count_nonzero())
+        fate.tau_square += float(torch.dot(delta, delta))
+        fate.base_square += float(torch.dot(before, before))
+
+    def _blame(self, name: str, base: Tensor, tuned: Tensor, target: Tensor) -> None:
+        for checkpoint, piece in ((self.base, base), (self.tuned, tuned), (self.target, target)):
+            if not bool(torch.isfinite(piece).all()):
+                raise CorruptInput(f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it.")
+        raise UnsafeResult(f"tensor {name!r} overflows {self.out_info(name).dtype} after the move; use --dtype fp32.")
+
+    def report(self, out: Path, plan: Plan, force: bool) -> StreamReport:
+        nonzero = sum(f.nonzero for f in self.fates.values())
+        kept = sum(f.kept for f in self.fates.values())
+        survived = sum(f.survived for f in self.fates.values())
+        base_square = sum(f.base_square for f in self.fates.values())
+        ratio = (sum(f.tau_square for f in self.fates.values()) / base_square) ** 0.5 if base_square else 0.0
+        notes = self._judge(nonzero, kept, survived, ratio, force)
+        if self.abstained:
+            notes.append(f"{len(self.abstained)} tensors have no votes (frozen or unused) and were left as they are")
+        skipped = [name for name, what in plan.extra.items() if what == "skipped"]
+        tensors: dict[str, Any] = {name: fate.as_json() for name, fate in self.fates.items()}
+        tensors |= {name: {"fate": "copied", "reason": reason} for name, reason in plan.copied.items()}
+        tensors |= {name: {"fate": "copied", "reason": "no votes"} for name in self.abstained}
+        tensors |= {
+            name: {"fate": "copied", "reason": "alpha is 0"} for name in plan.transported if name not in tensors
+        }
+        tensors |= {
+            name: {"fate": "skipped" if name in skipped else "copied", "reason": f"head of the fine-tune, {what}"}
+            for name, what in plan.extra.items()
+        }
+        transported = sum(entry["fate"] == "transported" for entry in tensors.values())
+        copied = sum(entry["fate"] == "copied" for entry in tensors.values())
+        everything = set(self.target.names()) | set(self.tuned.names())
+        if transported + copied + len(skipped) != len(everything) or set(tensors) != everything:
+            raise UnsafeResult("not every tensor is accounted for; this is a bug, please report it.")
+        return StreamReport(
+            out, transported, copied, len(skipped), share(kept, nonzero), share(survived, kept), ratio,
+            tensors=tensors, notes=tuple(notes),
+        )  # fmt: skip
+
+    def _judge(self, nonzero: int, kept: int, survived: int, ratio: float, force: bool) -> list[str]:
+        if self.alpha == 0:
+            return ["alpha is 0: the output is the target, nothing was transported"]
+        if nonzero == 0:
+            raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: the task vector is zero.")
+        if ratio > MAX_NORM_RATIO and not force:
+            raise IncompatibleCheckpoints(
+                f"{self.tuned} differs from {self.base} by {ratio:.0%} of its norm: not a fine-tune of that base? "
+                "Check the order of --base and --tuned; --force goes on all the same."
+            )
+        if kept < LEAST_KEPT * nonzero and not force:
+            raise UnsafeResult(
+                f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "
+                "More --shots or --mask veto may help; --force goes on all the same."
+            )
+        if survived == 0:
+            raise UnsafeResult("rounding to the output's dtype absorbs the whole update; use --dtype fp32.")
+        if survived < 0.5 * kept:
+            return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --dtype fp32 keeps it"]
+        return []
+
+    def manifest(self, report: StreamReport, plan: Plan, details: Mapping[str, Any] | None) -> dict[str, Any]:
+        inputs = {
+            role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)}
+            for role, checkpoint in (("base", self.base), ("tuned", self.tuned), ("target", self.target))
+        }
+        votes = {"count": self.ballot.count, "target_hash": self.ballot.target_hash}
+        target_hash = self.ballot.target_hash
+        found = target_fingerprint(self.target, inputs["target"]["sha256"])  # type: ignore[arg-type]
+        if target_hash is not None and target_hash != found:
+            raise IncompatibleCheckpoints(
+                f"the votes were taken on other weights than {self.target}. Vote again on this target."
+            )
+        config = {
+            "mask": self.ballot.mask,
+            "alpha": self.alpha,
+            **{k: v for k, v in self.ballot.options.items() if k != "count"},
+            "seed": self.ballot.seed,
+        }
+        return {
+            "format": 1,
+            "kind": "transport",
+            **versions(),
+            "inputs": inputs,
+            "config": config,
+            "votes": votes,
+            "counts": {
+                "transported": report.transported,
+                "copied": report.copied,
+                "skipped": report.skipped,
+                "total": report.transported + report.copied + report.skipped,
+            },
+            "kept": report.kept,
+            "survived_rounding": report.survived,
+            "norm_ratio": report.norm_ratio,
+            "notes": list(report.notes),
+            "details": dict(details or {}),
+            "tensors": report.tensors,
+        }
+
+
+def target_fingerprint(target: Checkpoint, files: Mapping[str, str] | None = None) -> str:
+    """The identity votes are tied to: file hashes for checkpoints on disk, content for those in memory."""
+    if not target.files:
+        return target.fingerprint()
+    hashes = files or {path.name: sha256_file(path) for path in target.files}
+    return "files:" + "+".join(hashes[name][:32] for name in sorted(hashes))
+
+
+def versions() -> dict[str, Any]:
+    """What the bits of a result depend on besides its inputs."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from gradfix._version import __version__
+
+    found = {"gradfix": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "safetensors", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"versions": found, "machine": {"arch": platform.machine(), "threads": torch.get_num_threads()}}
+
+
+class _InputHashes:
+    """Hash the inputs while they stream by, in a thread of its own (hashlib releases the GIL)."""
+
+    def __init__(self, checkpoints: list[Checkpoint]) -> None:
+        from gradfix.checkpoints.safetensors_file import FileHash
+
+        self._hashes = {path: FileHash(path) for c in checkpoints for path in c.files}
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._pending: list[Future[None]] = []
+
+    def __enter__(self) -> _InputHashes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+
+    def chunks(self, checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+        if not isinstance(checkpoint, SafetensorsCheckpoint):
+            yield from checkpoint.chunks(name, CHUNK)
+            return
+        shard = checkpoint.shard_of(name)
+        entry = shard.entries[name]
+        digest = self._hashes[shard.path]
+        if entry.start == shard.header_bytes:
+            with open(shard.path, "rb") as file:
+                digest.update(0, file.read(shard.header_bytes))
+        offset = entry.start
+        for piece in shard.chunks(name, CHUNK):
+            self._submit(digest.update, offset, raw_bytes(piece))
+            offset += piece.numel() * piece.dtype.itemsize
+            yield piece
+
+    def _submit(self, update: Callable[..., None], offset: int, data: memoryview) -> None:
+        if len(self._pending) >= 16:
+            self._pending.pop(0).result()
+        self._pending.append(self._pool.submit(update, offset, data))
+
+    def of(self, checkpoint: Checkpoint) -> dict[str, str]:
+        return {path.name: self._hashes[path].hexdigest() for path in checkpoint.files}
+
+
+def _wide(piece: Tensor) -> Tensor:
+    return piece if piece.dtype is torch.float64 else piece.float()
+
+
+def _layout(
+    target: Checkpoint, plan: Plan, info: Callable[..., TensorInfo], tuned: Checkpoint
+) -> dict[str, list[str]]:
+    """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder."""
+    added = [name for name, what in plan.extra.items() if what.startswith("copied") and name not in set(target.names())]
+    if isinstance(target, SafetensorsCheckpoint):
+        layout = {_weight_name(shard.path, len(target.shards)): shard.names_in_file_order() for shard in target.shards}
+        last = list(layout)[-1]
+        layout[last] = [*layout[last], *added]
+        return layout
+    names = sorted(target.names(), key=lambda n: (-target.info(n).dtype.itemsize, n))
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in [*names, *added]:
+        bytes_ = info(name, tuned if name in added else None).nbytes
+        if shards[-1] and size + bytes_ > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def _weight_name(path: Path, shards: int) -> str:
+    """Loaders look for model.safetensors; a lone file under another name is renamed to it."""
+    known = ("model.safetensors", "open_clip_model.safetensors")
+    return path.name if shards > 1 or path.name in known else "model.safetensors"
+
+
+def _copy_side_files(target: Checkpoint, staging: Path) -> None:
+    """Config, tokenizer and processor files of the target; never its weights, code or hidden files."""
+    if target.path is None or not target.path.is_dir():
+        return
+    weights = {path.name for path in target.files}
+    for path in sorted(target.path.iterdir()):
+        skip = path.name in weights or path.name.endswith((".index.json", ".safetensors", ".bin", ".pt", ".h5", ".msgpack", ".onnx", ".py"))  # fmt: skip
+        if path.is_file() and not skip and not path.name.startswith(".") and path.name not in ("gradfix.json", "README.md"):
+            shutil.copyfile(path, staging / path.name)

@@ -1,0 +1,197 @@
+"""Transport in memory: mask a task vector by the target's votes, then add it.
+
+The streaming twin for checkpoints that do not fit is `gradfix.stream`; both run the same rules on the
+same numbers, and give the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import CHUNK
+from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.masks import MASKS, Mask
+from gradfix.taskvector import TaskVector
+from gradfix.votes.tally import SignVotes
+
+Direction = SignVotes | TaskVector | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Transported:
+    """A masked task vector and how it came about.
+
+    `kept` is, per tensor, the share of the non-zero entries that survived."""
+
+    update: TaskVector
+    kept: dict[str, float]
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def kept_share(self) -> float:
+        """Over all tensors, weighted by their size."""
+        sizes = {name: tensor.numel() for name, tensor in self.update.items()}
+        return sum(self.kept[name] * sizes[name] for name in self.kept) / max(sum(sizes.values()), 1)
+
+    def __repr__(self) -> str:
+        return f"Transported({self.config.get('mask')}, {self.kept_share():.1%} kept, {self.update!r})"
+
+
+def transport(
+    tau: TaskVector,
+    direction: Direction | None = None,
+    mask: str = "agree",
+    *,
+    margin: float | None = None,
+    generator: torch.Generator | int | None = None,
+) -> Transported:
+    """Keep the part of `tau` that `direction` allows.
+
+    `direction` is the target's votes, or a task vector of the target itself (the oracle). `magnitude` needs
+    the real-valued reference: a TaskVector, minus the mean gradient. `margin` belongs to `veto`, `generator`
+    (or a seed) to the random masks. Weights the direction knows nothing about (frozen ones) stay as they are
+    in the target: their update is zero."""
+    rule = MASKS[mask]
+    options = mask_options(mask, direction, margin)
+    config: dict[str, Any] = {"mask": mask, **options}
+    if rule.sees == "chance":
+        config["seed"] = seed_of(generator)
+        shown: Mapping[str, Tensor] = _Coins(tau, config["seed"])
+    else:
+        shown = _aligned(tau, direction)
+    update: dict[str, Tensor] = {}
+    kept: dict[str, float] = {}
+    for name, delta in tau.items():
+        if name not in shown:
+            update[name], kept[name] = torch.zeros_like(delta), 0.0
+            continue
+        seen = shown[name].to(delta.device)
+        if seen.shape != delta.shape:
+            raise IncompatibleCheckpoints(
+                f"tensor {name!r} is {tuple(delta.shape)} in the task vector and {tuple(seen.shape)} in the votes."
+            )
+        update[name] = mask_piece(rule, delta, seen, options)
+        kept[name] = share(int(update[name].count_nonzero()), int(delta.count_nonzero()))
+    return Transported(TaskVector(update), kept, config)
+
+
+class _Coins(Mapping[str, Tensor]):
+    """A random direction for every tensor, drawn when asked for."""
+
+    def __init__(self, tau: TaskVector, seed: int) -> None:
+        self.tau, self.seed = tau, seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        delta = self.tau[name]
+        return torch.cat([*random_directions(self.seed, name, delta.numel())]).view(delta.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tau)
+
+    def __len__(self) -> int:
+        return len(self.tau)
+
+
+def mask_piece(rule: Mask, delta: Tensor, seen: Tensor, options: Mapping[str, float]) -> Tensor:
+    """Apply one rule to one tensor or flat piece; the single place both transports share."""
+    if rule.sees == "direction":
+        seen = seen.sign().to(torch.int8)
+    return rule(delta, seen, **options)
+
+
+def share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def mask_options(mask: str, direction: Direction | None, margin: float | None) -> dict[str, float]:
+    """Check that mask, direction and options belong together, before anything is computed."""
+    rule = MASKS[mask]
+    if margin is not None and rule.sees != "votes":
+        raise UsageError(f"margin belongs to the veto mask, not to {mask!r}.")
+    if rule.sees == "chance":
+        return {}
+    if direction is None:
+        raise UsageError(f"mask {mask!r} needs a direction: votes of the target, or the oracle's task vector.")
+    if rule.sees == "reference" and isinstance(direction, SignVotes):
+        raise UsageError(
+            f"mask {mask!r} needs the real-valued reference, not signs: pass -gradfix.collect_gradient(...)."
+        )
+    if rule.sees != "votes":
+        return {}
+    margin = 0.0 if margin is None else float(margin)
+    if not 0 <= margin <= 1:
+        raise UsageError(f"margin must lie between 0 and 1, got {margin}.")
+    return {"count": direction.count if isinstance(direction, SignVotes) else 1, "margin": margin}
+
+
+def _aligned(tau: TaskVector, direction: Direction | None) -> Mapping[str, Tensor]:
+    """Votes by the task vector's names: module names are translated where the votes know both."""
+    if direction is None:
+        raise UsageError("no direction given.")
+    votes: Mapping[str, Tensor] = direction
+    if isinstance(direction, SignVotes) and direction.disk_names and not set(tau) <= set(direction):
+        votes = {direction.disk_names.get(name, name): tensor for name, tensor in direction.items()}
+    if not set(tau) & set(votes):
+        raise IncompatibleCheckpoints(
+            f"task vector and votes share no tensor name (first {next(iter(tau), '')!r} and {next(iter(votes), '')!r}). "
+            "Take both from checkpoints or both from modules."
+        )
+    return votes
+
+
+def seed_of(generator: torch.Generator | int | None) -> int:
+    if isinstance(generator, int):
+        return generator
+    if generator is None:
+        raise UsageError("the random masks need randomness as an argument: generator=torch.Generator() or a seed.")
+    return int(torch.randint(1, 2**62, (), generator=generator))
+
+
+def random_directions(seed: int, name: str, count: int) -> Iterator[Tensor]:
+    """Coin flips for one tensor in pieces of CHUNK entries: the same in memory and in a stream."""
+    if count == 0:
+        yield torch.empty(0, dtype=torch.int8)
+    for index, first in enumerate(range(0, count, CHUNK)):
+        key = hashlib.sha256(f"{seed}\0{name}\0{index}".encode()).digest()
+        coins = np.random.Generator(np.random.Philox(int.from_bytes(key[:16], "little")))
+        size = min(CHUNK, count - first)
+        bits = np.unpackbits(np.frombuffer(coins.bytes((size + 7) // 8), dtype=np.uint8))[:size]
+        yield torch.from_numpy(bits.astype(np.int8) * 2 - 1)
+
+
+def random_like(tau: TaskVector, seed: int) -> TaskVector:
+    """A task vector with tau's mean and standard deviation and none of its structure."""
+    flat = [tensor.double() for tensor in tau.values()]
+    count = sum(tensor.numel() for tensor in flat)
+    mean = sum(float(tensor.sum()) for tensor in flat) / count
+    variance = sum(float((tensor - mean).square().sum()) for tensor in flat) / max(count - 1, 1)
+    generator = torch.Generator().manual_seed(seed)
+    return tau.map(lambda name, t: (torch.randn(t.shape, generator=generator) * variance**0.5 + mean).to(t.device))
+
+
+@torch.no_grad()
+def apply(model: nn.Module, update: Mapping[str, Tensor], alpha: float = 1.0) -> None:
+    """Add `alpha * update` in place: float32 arithmetic or better, each weight's dtype kept.
+
+    Names may be the module's or those on disk. Every tensor of the update must find its weight."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not set(update) <= set(parameters):
+        update = name_map(model, update).to_module(update)
+    strangers = sorted(set(update) - set(parameters))
+    if strangers:
+        raise IncompatibleCheckpoints(
+            f"the update has {len(strangers)} tensors that the model lacks, first {strangers[0]!r}."
+        )
+    for name, delta in update.items():
+        add_scaled(parameters[name], delta, alpha)
+
+
+def add_scaled(weight: Tensor, delta: Tensor, alpha: float) -> None:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    weight.copy_(weight.to(wide) + alpha * delta.to(device=weight.device, dtype=wide))
