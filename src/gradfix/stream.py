@@ -24,6 +24,7 @@ from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, 
 from gradfix.masks import MASKS, Mask
 from gradfix.preflight import Plan, plan_transport
 from gradfix.transported import mask_options, mask_piece, random_directions, share
+from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes, votes_metadata
 
 SHARD_BYTES = 5 * 2**30
@@ -135,11 +136,13 @@ class _Ballot:
         if isinstance(votes, SignVotes):
             known = set(target.names())
             named = {votes.disk_names.get(n, n) if n not in known else n: t for n, t in votes.items()}
-            self.source, self.count, self.target_hash = open_checkpoint(named), votes.count, votes.target_hash
+            self.source, about = open_checkpoint(named), votes
         else:
             file = SafetensorsFile(Path(votes))
-            self.count, _, self.target_hash = votes_metadata(file.path, file.metadata)
-            self.source = SafetensorsCheckpoint(file.path, [file])
+            about = SignVotes({}, **votes_metadata(file.path, file.metadata))
+            self.source = _renamed_file(file, about.disk_names, set(target.names()))
+        self.count, self.target_hash = about.count, about.target_hash
+        check_probe(about.probe, target)
         self.options = mask_options(mask, SignVotes({}, self.count), margin)
         self._check_names(plan, target)
 
@@ -167,6 +170,14 @@ class _Ballot:
         if self.source is None:
             return random_directions(self.seed or 0, name, count)
         return self.source.chunks(name, CHUNK)
+
+
+def _renamed_file(file: SafetensorsFile, disk_names: Mapping[str, str], known: set[str]) -> Checkpoint:
+    """A votes file saved straight from a module carries module names; show it under on-disk names."""
+    checkpoint = SafetensorsCheckpoint(file.path, [file])
+    if set(checkpoint.names()) <= known:
+        return checkpoint
+    return open_checkpoint({disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries})
 
 
 class _Job:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.names import name_map
-from gradfix.errors import DataError, UnsafeResult
-from gradfix.registry import Registry
+from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.registry import Registry, unknown
 from gradfix.taskvector import TaskVector
+from gradfix.votes.identity import probe_module
 from gradfix.votes.loop import Batch, Loss, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import SignVotes, Tally, dtype_for
 
@@ -46,9 +47,6 @@ def collect_votes(
     if vote == "mean":
         return _mean_votes(model, loss, batches, progress)
     if vote != "majority":
-        from gradfix.errors import UsageError
-        from gradfix.registry import unknown
-
         raise UsageError(unknown("vote", vote, ["majority", "mean"]))
     tally = Tally(voting_parameters(model))
     notes: list[str] = []
@@ -61,7 +59,9 @@ def collect_votes(
     if tally.count == 0:
         raise DataError("no samples to vote with; check the data and --shots.")
     _refuse_silence(tally)
-    return SignVotes(tally.votes(), tally.count, disk_names=_aliases(model), notes=tuple(notes))
+    return SignVotes(
+        tally.votes(), tally.count, disk_names=_aliases(model), probe=probe_module(model), notes=tuple(notes)
+    )
 
 
 def _run(
@@ -162,7 +162,7 @@ def _mean_votes(
     gradient = collect_gradient(model, loss, counted())
     dtype = dtype_for(seen)
     votes = {name: (-g.sign()).to(dtype) * seen for name, g in gradient.items()}
-    return SignVotes(votes, seen, rule="mean", disk_names=_aliases(model))
+    return SignVotes(votes, seen, rule="mean", disk_names=_aliases(model), probe=probe_module(model))
 
 
 def voting_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

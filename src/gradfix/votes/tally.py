@@ -5,9 +5,11 @@ accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ class SignVotes(Mapping[str, Tensor]):
         rule: str = "majority",
         target_hash: str | None = None,
         disk_names: Mapping[str, str] | None = None,
+        probe: Mapping[str, list[float]] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
         self._tensors = dict(tensors)
@@ -43,6 +46,7 @@ class SignVotes(Mapping[str, Tensor]):
         self.rule = rule
         self.target_hash = target_hash
         self.disk_names = dict(disk_names or {})
+        self.probe = dict(probe or {})
         self.notes = notes
 
     def __getitem__(self, name: str) -> Tensor:
@@ -79,17 +83,24 @@ class SignVotes(Mapping[str, Tensor]):
             rule=self.rule,
             target_hash=self.target_hash or other.target_hash,
             disk_names=self.disk_names or other.disk_names,
+            probe=self.probe or other.probe,
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
         )
 
     def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
         tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
-        return SignVotes(tensors, self.count, rule=self.rule, target_hash=self.target_hash, notes=self.notes)
+        return SignVotes(
+            tensors, self.count, rule=self.rule, target_hash=self.target_hash, probe=self.probe, notes=self.notes
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         from gradfix.checkpoints.write import save_tensors
 
         metadata = {"format": "gradfix.votes", "count": str(self.count), "rule": self.rule}
+        if self.disk_names:
+            metadata["disk_names"] = json.dumps(self.disk_names)
+        if self.probe:
+            metadata["probe"] = json.dumps(self.probe)
         if self.target_hash:
             metadata["target_hash"] = self.target_hash
         save_tensors(Path(path), {name: t.cpu().contiguous() for name, t in self.items()}, metadata)
@@ -99,9 +110,9 @@ class SignVotes(Mapping[str, Tensor]):
         from gradfix.checkpoints.safetensors_file import SafetensorsFile
 
         file = SafetensorsFile(Path(path))
-        count, rule, target_hash = votes_metadata(file.path, file.metadata)
+        about = votes_metadata(file.path, file.metadata)
         tensors = {name: file.read(name) for name in file.names_in_file_order()}
-        return cls(tensors, count, rule=rule, target_hash=target_hash)
+        return cls(tensors, **about)
 
     def __repr__(self) -> str:
         return f"SignVotes({len(self)} tensors, {self.count} samples, {self.tie_rate():.1%} ties, rule {self.rule})"
@@ -117,13 +128,20 @@ class SignVotes(Mapping[str, Tensor]):
         return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
 
 
-def votes_metadata(path: Path, metadata: Mapping[str, str]) -> tuple[int, str, str | None]:
+def votes_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What a votes file says about itself, as keyword arguments of SignVotes."""
     if metadata.get("format") != "gradfix.votes":
         raise CorruptInput(f"{path} is not a votes file; make one with `gradfix vote`.")
     try:
-        return int(metadata["count"]), metadata.get("rule", "majority"), metadata.get("target_hash")
-    except (KeyError, ValueError):
-        raise CorruptInput(f"{path} has no readable sample count; make it again with `gradfix vote`.") from None
+        return {
+            "count": int(metadata["count"]),
+            "rule": metadata.get("rule", "majority"),
+            "target_hash": metadata.get("target_hash"),
+            "disk_names": dict(json.loads(metadata.get("disk_names", "{}"))),
+            "probe": dict(json.loads(metadata.get("probe", "{}"))),
+        }
+    except (KeyError, ValueError, TypeError):
+        raise CorruptInput(f"{path} has a damaged header; make it again with `gradfix vote`.") from None
 
 
 class Tally:
