@@ -1,0 +1,18 @@
+"""Alignment by permutation: bring base A's units into the order of target B's, then move its task vector.
+
+    alignment = align(base, target, method="transfusion")
+    moved = alignment.apply(tau)"""
+
+from gradfix.align.aligners import ALIGNERS, align, transfusion, weight_matching
+from gradfix.align.alignment import Alignment
+from gradfix.align.check import random_alignment, same_function_error
+
+__all__ = [
+    "ALIGNERS",
+    "Alignment",
+    "align",
+    "random_alignment",
+    "same_function_error",
+    "transfusion",
+    "weight_matching",
+]

@@ -1,0 +1,198 @@
+"""Weight matching: permute A's units so that its weights overlap B's most (Git Re-Basin).
+
+One group at a time: with every other axis already permuted, S = sum of W_B W_A^T over the tensors
+that carry the group says what each pairing is worth, and the Hungarian method picks the best.
+The overlap only grows, so the result is a local optimum; which one depends on where it starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from gradfix.align.layout import Layout
+from gradfix.align.spec import Part
+
+Weights = Mapping[str, Tensor]
+# A gain below this share of the overlap is rounding, not a better pairing.
+NOTHING_GAINED = 1e-7
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of one tensor whose axes each have a single part (packed q, k, v are three)."""
+
+    name: str
+    starts: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def cut(self, weights: Weights) -> Tensor:
+        tensor = weights[self.name]
+        for axis, (start, part) in enumerate(zip(self.starts, self.parts, strict=True)):
+            if part.length != tensor.shape[axis]:
+                tensor = tensor.narrow(axis, start, part.length)
+        return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+    @property
+    def groups(self) -> set[str]:
+        return {name for part in self.parts for name in part.names}
+
+    def count(self, group: str) -> int:
+        return sum(part.inner == group for part in self.parts)
+
+
+class Matching:
+    """The pairing problem of two weight sets: blocks, the current permutations, and what they are worth."""
+
+    def __init__(self, layout: Layout, base: Weights, target: Weights) -> None:
+        self.base, self.target = base, target
+        shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
+        self.stacks = layout.stacks(shapes)
+        self.groups = {name: identity(*stack) for name, stack in self.stacks.items()}
+        shared = [name for name in base if name in target and base[name].is_floating_point()]
+        self.blocks = [block for name in shared for block in blocks_of(layout, name, shapes[name])]
+        self.inner = sorted({part.inner for block in self.blocks for part in block.parts if part.inner})
+        self.uses: dict[str, list[tuple[Block, int]]] = {name: [] for name in self.inner}
+        for block in self.blocks:
+            for axis, part in enumerate(block.parts):
+                if part.inner:
+                    self.uses[part.inner].append((block, axis))
+
+    def moved(self, block: Block, groups: Mapping[str, Tensor], still: int = -1) -> Tensor:
+        """A's block under `groups`; along axis `still` the order inside heads stays as it is."""
+        tensor = block.cut(self.base)
+        for axis, part in enumerate(block.parts):
+            known = {name: groups[name] for name in part.names if not (axis == still and name == part.inner)}
+            if known:
+                tensor = tensor.index_select(axis, part.index(known).to(tensor.device))
+        return tensor
+
+    def gain(self, group: str, settled: set[str] | None = None) -> Tensor:
+        """S of one group, (copies, size, size): rows are B's units, columns A's in their own order.
+
+        With `settled`, tensors that depend on a permutation not found yet are left out."""
+        copies, size = self.stacks[group]
+        total = torch.zeros(copies, size, size, dtype=torch.float64)
+        for block, axis in self._voices(group, settled):
+            ours = units(block.cut(self.target), axis, block.parts[axis])
+            theirs = units(self.moved(block, self.groups, still=axis), axis, block.parts[axis])
+            total += (ours @ theirs.transpose(1, 2)).cpu()
+        return total
+
+    def improve(self, group: str, settled: set[str] | None = None) -> bool:
+        """Re-pair one group; keep the pairing only if the overlap grows."""
+        gain = self.gain(group, settled)
+        best = torch.stack([best_pairing(matrix) for matrix in gain])
+        if torch.equal(best, self.groups[group]):
+            return False
+        before, after = (self._worth(group, gain, pairing) for pairing in (self.groups[group], best))
+        if after - before <= NOTHING_GAINED * max(abs(after), abs(before)):
+            return False
+        self.groups[group] = best
+        return True
+
+    def _voices(self, group: str, settled: set[str] | None) -> list[tuple[Block, int]]:
+        """The tensors that have a say about a group: all, or those whose other axes are settled."""
+        uses = self.uses[group]
+        if settled is None:
+            return uses
+        return [(b, axis) for b, axis in uses if not b.groups - settled - {group} and b.count(group) == 1]
+
+    def _worth(self, group: str, gain: Tensor, pairing: Tensor) -> float:
+        """The overlap a pairing gives, up to a constant. Where two axes of a tensor share the group, S
+        holds each axis with the other one still unchanged: replace those terms by the true product."""
+        worth = float(gain.gather(2, pairing[:, :, None]).sum())
+        for block in {block: None for block, _ in self.uses[group] if block.count(group) > 1}:
+            ours = block.cut(self.target)
+            worth += float((ours * self.moved(block, {**self.groups, group: pairing})).sum())
+            for axis, part in enumerate(block.parts):
+                if part.inner == group:
+                    index = part.index({group: pairing}).to(ours.device)
+                    moved = self.moved(block, self.groups, still=axis).index_select(axis, index)
+                    worth -= float((ours * moved).sum())
+        return worth
+
+    def overlap(self) -> float:
+        """Inner product of B with the permuted A, over everything both have."""
+        return sum(float((b.cut(self.target) * self.moved(b, self.groups)).sum()) for b in self.blocks)
+
+    def cosine(self) -> float:
+        norms = [sum(float(b.cut(w).square().sum()) for b in self.blocks) for w in (self.base, self.target)]
+        return self.overlap() / max((norms[0] * norms[1]) ** 0.5, 1e-300)
+
+    def start(self) -> None:
+        """Begin from the better of two starts: no permutation, or one built up from what is anchored.
+
+        From no permutation, an unrelated pair gets stuck: units paired under a wrong residual order
+        reward that wrong order. So the second start pairs groups one by one, from the embeddings and
+        other fixed axes outwards, and lets a tensor speak only when its other axes are settled."""
+        unmoved, overlap = dict(self.groups), self.overlap()
+        settled = set(self.groups) - set(self.inner)
+        waiting = list(self.inner)
+        while waiting:
+            group = max(waiting, key=lambda name: self._evidence(name, settled))
+            waiting.remove(group)
+            if self._evidence(group, settled):
+                self.improve(group, settled)
+            settled.add(group)
+        if self.overlap() < overlap:
+            self.groups = unmoved
+
+    def _evidence(self, group: str, settled: set[str]) -> int:
+        return sum(self.target[block.name].numel() for block, _ in self._voices(group, settled))
+
+    def sweep(self, seed: int, limit: int = 100) -> int:
+        """Visit groups in random order until none improves; returns the number of sweeps."""
+        order = random.Random(seed)
+        stale = set(self.inner)
+        for sweeps in range(limit):
+            if not stale:
+                return sweeps
+            visit = sorted(stale)
+            order.shuffle(visit)
+            stale = set()
+            for group in visit:
+                stale.discard(group)
+                if self.improve(group):
+                    stale |= self._neighbours(group)
+        return limit
+
+    def _neighbours(self, group: str) -> set[str]:
+        """Groups whose S changes when this one moves: itself only where two axes of a tensor share it."""
+        near = {name for block, _ in self.uses[group] for name in block.groups & set(self.inner)}
+        return near if any(block.count(group) > 1 for block, _ in self.uses[group]) else near - {group}
+
+
+def blocks_of(layout: Layout, name: str, shape: tuple[int, ...]) -> Iterable[Block]:
+    """The blocks of one tensor; none if no axis is permuted (it says nothing about the pairing)."""
+    runs = []
+    for axis in layout.axes(name, shape):
+        starts = [sum(part.length for part in axis[:number]) for number in range(len(axis))]
+        runs.append(list(zip(starts, axis, strict=True)))
+    for choice in product(*runs):
+        block = Block(name, tuple(start for start, _ in choice), tuple(part for _, part in choice))
+        if block.groups:
+            yield block
+
+
+def units(tensor: Tensor, axis: int, part: Part) -> Tensor:
+    """The block as (copies, size, everything else): one row per unit that the inner group moves."""
+    groups, queries, inner = part.size
+    rows = tensor.movedim(axis, 0)
+    if groups * queries == 1:
+        return rows.reshape(1, inner, -1)
+    return rows.reshape(groups, queries, inner, -1).transpose(1, 2).reshape(groups, inner, -1)
+
+
+def best_pairing(gain: Tensor) -> Tensor:
+    _, columns = linear_sum_assignment(gain.numpy(), maximize=True)
+    return torch.as_tensor(columns, dtype=torch.long)
+
+
+def identity(copies: int, size: int) -> Tensor:
+    return torch.arange(size).repeat(copies, 1)
