@@ -1,0 +1,182 @@
+"""From raw columns to rows: which column is the input, which is the label, and is every value usable.
+
+Labels are strings until a task maps them. A value that cannot be used stops the load with its file and line,
+before any model is touched."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gradfix.data.rows import Row
+from gradfix.errors import DataError, UsageError
+
+UNLABELLED = -100
+KINDS = ("text", "image", "messages", "prompt")  # looked for in this order
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """Where the input and the label stand; `None` means the usual name."""
+
+    label: str | None = None
+    text: str | Sequence[str] | None = None
+    image: str | None = None
+    text_template: str | None = None
+
+    def or_else(self, other: Columns) -> Columns:
+        """Fill the gaps from `other`."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(other, **given)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The columns of one table, resolved."""
+
+    kind: str
+    inputs: tuple[str, ...]
+    label: str | None
+    template: str | None = None
+
+
+def plan(columns: Sequence[str], asked: Columns, where: str) -> Plan:
+    """Decide which columns are used; every missing one is an error that lists what is there."""
+    kind, inputs = _inputs(columns, asked, where)
+    label = asked.label or "label"
+    if label not in columns:
+        # Instruction data carries its answer in the conversation; only an asked-for label is missed.
+        if asked.label is None and kind in ("messages", "prompt"):
+            return Plan(kind, inputs, None)
+        raise DataError(_missing(label, columns, where, "label"))
+    return Plan(kind, inputs, label, asked.text_template)
+
+
+def _inputs(columns: Sequence[str], asked: Columns, where: str) -> tuple[str, tuple[str, ...]]:
+    if asked.text_template is not None:
+        return "text", ()
+    if asked.text is not None:
+        names = (asked.text,) if isinstance(asked.text, str) else tuple(asked.text)
+        if not 1 <= len(names) <= 2:
+            raise UsageError("a text column is one name or a pair; use a text template to join more.")
+        return "text", tuple(_present(name, columns, where, "text") for name in names)
+    if asked.image is not None:
+        return "image", (_present(asked.image, columns, where, "image"),)
+    for kind in KINDS:
+        if kind in columns:
+            return kind, (kind,)
+    raise DataError(_missing("text", columns, where, "text"))
+
+
+def _present(name: str, columns: Sequence[str], where: str, role: str) -> str:
+    if name not in columns:
+        raise DataError(_missing(name, columns, where, role))
+    return name
+
+
+def _missing(name: str, columns: Sequence[str], where: str, role: str) -> str:
+    near = difflib.get_close_matches(name, list(columns), n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    listed = ", ".join(map(repr, columns)) or "none"
+    return f"{where} has no column {name!r}; the columns are: {listed}.{hint} Name the {role} column."
+
+
+def make_row(
+    raw: Mapping[str, Any], where: str, plan: Plan, names: Sequence[str] | None, home: Path | None
+) -> Row:
+    """Check one row and give its columns the names the tasks use."""
+    row = {key: value for key, value in raw.items() if key != plan.label}
+    if plan.template is not None:
+        row["text"] = _filled(plan.template, raw, where)
+    elif plan.kind == "text":
+        row |= {
+            key: _text(raw.get(name), name, where) for key, name in zip(("text", "text_pair"), plan.inputs)
+        }
+    elif plan.kind == "image":
+        row["image"] = _image(raw.get(plan.inputs[0]), where, home)
+    elif plan.kind == "messages":
+        row["messages"] = _messages(raw.get("messages"), where, answered=plan.label is None)
+    else:
+        row["prompt"] = _text(raw.get("prompt"), "prompt", where)
+        if plan.label is None:
+            row["completion"] = _text(raw.get("completion"), "completion", where)
+    if plan.label is not None:
+        row["label"] = label_text(raw.get(plan.label), names, where)
+    return Row(row, where)
+
+
+def label_text(value: Any, names: Sequence[str] | None, where: str) -> str | None:
+    """The label as a string; None where there is none: empty, null, -100, or -1 among named classes."""
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if str(value) == str(UNLABELLED):
+        return None
+    if isinstance(value, int) and names is not None:
+        if value == -1:
+            return None
+        if not 0 <= value < len(names):
+            raise DataError(f"{where}: label {value} is outside the {len(names)} named classes.")
+        return names[value]
+    if not isinstance(value, (str, int, float)):
+        raise DataError(f"{where}: the label is {type(value).__name__}; a label is a string or a number.")
+    return _unicode(str(value), "label", where)
+
+
+def _text(value: Any, column: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, not text.")
+    if not value.strip():
+        raise DataError(f"{where}: column {column!r} is empty. Fill it in or remove the row.")
+    return _unicode(value, column, where)
+
+
+def _unicode(value: str, column: str, where: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: column {column!r} is not valid Unicode (half a surrogate pair).") from None
+    return value
+
+
+def _filled(template: str, raw: Mapping[str, Any], where: str) -> str:
+    try:
+        return _text(template.format_map(raw), "text", where)
+    except KeyError as error:
+        raise DataError(_missing(str(error.args[0]), list(raw), where, "text")) from None
+    except (ValueError, IndexError, AttributeError) as error:
+        raise UsageError(f"the text template {template!r} cannot be filled ({error}).") from None
+
+
+def _image(value: Any, where: str, home: Path | None) -> Any:
+    if value is None or value == "":
+        raise DataError(f"{where}: there is no image.")
+    if isinstance(value, str) and home is not None:
+        path = home / value
+        if not path.is_file():
+            raise DataError(f"{where}: the image {value} does not exist (looked in {home}).")
+        return path
+    return value
+
+
+def _messages(value: Any, where: str, *, answered: bool) -> list[dict[str, str]]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(f"{where}: 'messages' must be a list of turns with a role and a content.")
+    turns = []
+    for turn in value:
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            raise DataError(f"{where}: every turn of 'messages' needs a role and a content.")
+        turns.append({"role": turn["role"], "content": _text(turn.get("content"), "content", where)})
+    if answered and turns[-1]["role"] != "assistant":
+        raise DataError(
+            f"{where}: the last turn is {turns[-1]['role']!r}; the answer must be the assistant's."
+        )
+    return turns

@@ -1,0 +1,147 @@
+"""Read tables: .jsonl, .csv, .tsv and .parquet as rows of plain values.
+
+Values of text formats stay strings ("NA" and "01" survive). A damaged line is an error that names the file
+and the line; nothing is skipped and nothing is guessed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradfix.errors import DataError
+from gradfix.registry import Registry
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows with their place, and the names behind integer labels where the format knows them."""
+
+    rows: list[tuple[dict[str, Any], str]]
+    class_names: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+Reader = Callable[[Path], Table]
+READERS: Registry[Reader] = Registry("data format")
+
+
+def read_table(path: Path) -> Table:
+    try:
+        return READERS[path.suffix.lower()](path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{_line_of(path, error.start)}: not UTF-8. Save the file as UTF-8.") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}).") from None
+
+
+def is_table(path: Path) -> bool:
+    return path.is_file() and path.suffix.lower() in READERS
+
+
+@READERS.register(".jsonl")
+def read_jsonl(path: Path) -> Table:
+    rows = []
+    # Split at "\n" only: str.splitlines would also cut at characters that are legal inside a JSON string.
+    for number, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply")
+            raise DataError(
+                f"{place}: this line is not JSON ({reason}). One object per line is expected."
+            ) from None
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
+        rows.append((row, place))
+    return Table(rows)
+
+
+@READERS.register(".csv")
+def read_csv(path: Path) -> Table:
+    return _read_separated(path, ",")
+
+
+@READERS.register(".tsv")
+def read_tsv(path: Path) -> Table:
+    return _read_separated(path, "\t")
+
+
+def _read_separated(path: Path, delimiter: str) -> Table:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = _csv_lines(path, csv.reader(file, delimiter=delimiter, strict=True))
+        first = next(lines, None)
+        if first is None:
+            raise DataError(f"{path} is empty: a header line with the column names is expected.")
+        header = [name.strip() for name in first[1]]
+        twice = {name for name in header if header.count(name) > 1}
+        if twice:
+            raise DataError(f"{path}:1: the column {sorted(twice)[0]!r} appears twice in the header.")
+        rows = []
+        for number, values in lines:
+            if len(values) != len(header):
+                raise DataError(
+                    f"{path}:{number}: {len(values)} fields, but the header has {len(header)} "
+                    f"({', '.join(header)}). Quote fields that hold a {delimiter!r}."
+                )
+            rows.append((dict(zip(header, values, strict=True)), f"{path}:{number}"))
+    return Table(rows)
+
+
+@READERS.register(".parquet")
+def read_parquet(path: Path) -> Table:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise DataError(f"{path} is not a readable parquet file ({reason}).") from None
+    return Table(
+        [(row, f"{path}:row {number}") for number, row in enumerate(rows)],
+        _class_names(table.schema.metadata or {}),
+    )
+
+
+def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
+    """The label names that `datasets` keeps beside a parquet table."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return {
+            column: [str(name) for name in feature["names"]]
+            for column, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and feature.get("names")
+        }
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _csv_lines(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """Records with the line they start on; blank lines are no records."""
+    while True:
+        start = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(f"{path}:{start}: not CSV ({error}).") from None
+        if values:
+            yield start, values
+
+
+def _line_of(path: Path, offset: int) -> int:
+    """The line of a byte offset; a decoder that works in pieces makes it a lower bound for CSV."""
+    data = path.read_bytes()
+    try:
+        data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        offset = error.start
+    return data[:offset].count(b"\n") + 1

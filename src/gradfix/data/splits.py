@@ -1,0 +1,109 @@
+"""Few-shot sets, folds and the check that no example sits on two sides of a decision.
+
+Everything is stratified by label and drawn from a seed; a larger few-shot set contains the smaller one of the
+same seed, and a class's draw does not depend on the other classes."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradfix.data.rows import Row, content_hash, where
+from gradfix.errors import DataError, UsageError
+
+Examples = Sequence[Mapping[str, Any]]
+
+
+def few_shot(
+    examples: Examples,
+    per_class: int,
+    seed: int = 0,
+    allow_fewer: bool = False,
+    labels: Sequence[str] | None = None,
+) -> list[int]:
+    """Indices of `per_class` examples of every label; rows without labels count as one class.
+
+    `labels` names the classes that must be there; by default those of the examples."""
+    if per_class < 1:
+        raise UsageError(f"{per_class} examples per class is no few-shot set; give 1 or more.")
+    groups = _by_label(examples)
+    picked: list[int] = []
+    for label in labels if labels is not None else groups:
+        members = groups.get(label, [])
+        if not members or (len(members) < per_class and not allow_fewer):
+            raise DataError(
+                f"the label {label!r} has {len(members)} examples, {per_class} were asked for. "
+                + (
+                    "Add some, or take it out of the label set."
+                    if not members
+                    else "Add some or allow fewer."
+                )
+            )
+        picked += _shuffled(members, seed, label)[:per_class]
+    return sorted(picked)
+
+
+def folds(examples: Examples, k: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
+    """k stratified pairs (fit, held out); every example is held out exactly once."""
+    if k < 2:
+        raise UsageError(f"{k} folds cannot hold anything out; give 2 or more.")
+    if len(examples) < k:
+        raise DataError(f"{len(examples)} examples cannot be cut into {k} folds.")
+    held: list[list[int]] = [[] for _ in range(k)]
+    dealt = 0
+    for label, members in _by_label(examples).items():
+        for index in _shuffled(members, seed, label):
+            held[dealt % k].append(index)
+            dealt += 1
+    return [(sorted(set(range(len(examples))) - set(part)), sorted(part)) for part in held]
+
+
+def check_disjoint(splits: Mapping[str, Examples]) -> list[str]:
+    """Raise when an example's content stands in two splits; return notes on repeats inside one."""
+    seen: dict[str, tuple[str, str]] = {}
+    notes = []
+    for name, examples in splits.items():
+        repeats = 0
+        for index, example in enumerate(examples):
+            key, here = _hash(example), where(example, index)
+            if key not in seen:
+                seen[key] = (name, here)
+            elif seen[key][0] == name:
+                repeats += 1
+            else:
+                other, there = seen[key]
+                raise DataError(
+                    f"the same example is in {other} ({there}) and in {name} ({here}). "
+                    "Remove it from one of them: a choice made on it would flatter itself."
+                )
+        if repeats:
+            notes.append(f"{name}: {repeats} of {len(examples)} examples repeat an earlier one.")
+    return notes
+
+
+def without_overlap(examples: Examples, *others: Examples) -> list[int]:
+    """Indices of the examples whose content is in none of the others."""
+    taken = {_hash(example) for other in others for example in other}
+    return [index for index, example in enumerate(examples) if _hash(example) not in taken]
+
+
+def _hash(example: Mapping[str, Any]) -> str:
+    return example.content if isinstance(example, Row) else content_hash(example)
+
+
+def _by_label(examples: Examples) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, example in enumerate(examples):
+        groups[str(example.get("label") or "")].append(index)
+    if not groups:
+        raise DataError("there are no examples to draw from.")
+    return dict(sorted(groups.items()))
+
+
+def _shuffled(members: Sequence[int], seed: int, label: str) -> list[int]:
+    # A string seed is hashed with sha512 by random.Random, so it is the same on every machine.
+    order = list(members)
+    random.Random(f"{seed}:{label}").shuffle(order)
+    return order
