@@ -116,7 +116,8 @@ def t5_gated() -> Case:
 
 
 def llama(tied: bool = False) -> Case:
-    config = hf.LlamaConfig(**{**TEXT, "num_attention_heads": 8}, num_key_value_heads=4, tie_word_embeddings=tied)
+    options = {**TEXT, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": tied}
+    config = hf.LlamaConfig(**options)
     return Case(hf.LlamaForCausalLM(config), {"input_ids": tokens()})
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from align_models import MAKERS, make
 
 from gradfix.align import random_alignment, same_function_error
-from align_models import MAKERS, make
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -1,7 +1,6 @@
 """Alignment by permutation: bring base A's units into the order of target B's, then move its task vector.
 
-    alignment = align(base, target, method="transfusion")
-    moved = alignment.apply(tau)"""
+`align(base, target)` finds the permutations, `Alignment.apply(tau)` moves the task vector with them."""
 
 from gradfix.align.aligners import ALIGNERS, align, transfusion, weight_matching
 from gradfix.align.alignment import Alignment

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradfix.align.alignment import Alignment
+from gradfix.align.head_counts import HeadCounts, config_of
 from gradfix.align.heads import pair_heads
-from gradfix.align.layout import HeadCounts, Layout, Residual, build_layout, config_of
+from gradfix.align.layout import Layout, Residual, build_layout
 from gradfix.align.matching import Matching
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.errors import IncompatibleCheckpoints
@@ -56,13 +57,10 @@ def align(
     original TransFusion does; the permuted model is then no longer the same function."""
     aligner = ALIGNERS[method]
     ours, theirs = open_checkpoint(base), open_checkpoint(target)
-    layout = layout_of(
-        ours, family=family, heads=heads, kv_heads=kv_heads, config=config or config_of(ours) or config_of(theirs),
-        residual=residual,
-    )  # fmt: skip
-    shared = set(theirs.names())
-    _check_shapes(layout, ours, theirs)
-    matching = Matching(layout, ours.state(), {name: theirs.read(name) for name in ours.names() if name in shared})
+    known = config or config_of(ours) or config_of(theirs)
+    layout = layout_of(ours, family=family, heads=heads, kv_heads=kv_heads, config=known, residual=residual)
+    shared = _shared_names(ours, theirs)
+    matching = Matching(layout, ours.state(), {name: theirs.read(name) for name in shared})
     before = matching.cosine()
     sweeps = aligner(matching, seed)
     return Alignment(
@@ -72,7 +70,7 @@ def align(
         sweeps,
         before,
         matching.cosine(),
-        tuple(name for name in ours.names() if name not in shared),
+        tuple(name for name in ours.names() if name not in set(shared)),
     )
 
 
@@ -81,7 +79,7 @@ def layout_of(checkpoint: Checkpoint, **options: Any) -> Layout:
     return build_layout({name: tuple(checkpoint.info(name).shape) for name in checkpoint.names()}, **options)
 
 
-def _check_shapes(layout: Layout, base: Checkpoint, target: Checkpoint) -> None:
+def _shared_names(base: Checkpoint, target: Checkpoint) -> list[str]:
     present = set(target.names())
     shared = [name for name in base.names() if name in present]
     if not shared:
@@ -90,9 +88,10 @@ def _check_shapes(layout: Layout, base: Checkpoint, target: Checkpoint) -> None:
             "Give both as folders, or both as models: names on disk differ from names in the module."
         )
     for name in shared:
-        ours, theirs = tuple(base.info(name).shape), tuple(target.info(name).shape)
+        ours, theirs = list(base.info(name).shape), list(target.info(name).shape)
         if ours != theirs:
             raise IncompatibleCheckpoints(
-                f"{name!r} is {list(ours)} in the base and {list(theirs)} in the target: alignment needs equal shapes. "
+                f"{name!r} is {ours} in the base and {theirs} in the target; alignment needs equal shapes. "
                 "Match a resized vocabulary by token first."
             )
+    return shared

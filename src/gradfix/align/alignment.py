@@ -78,8 +78,8 @@ class Alignment:
     def report(self) -> str:
         """The alignment in words, one line per kind of group."""
         lines = [
-            f"{self.method} on {self.layout.family.name}: cosine {self.cosine_before:.3f} -> {self.cosine_after:.3f}"
-            f" in {self.sweeps} sweeps; {self.identity_share():.1%} of the units stay in place"
+            f"{self.method} on {self.layout.family.name}: cosine {self.cosine_before:.3f} -> "
+            f"{self.cosine_after:.3f} in {self.sweeps} sweeps; {self.identity_share():.1%} of all units in place"
         ]
         kinds: dict[str, list[str]] = {}
         for group in self.groups:
@@ -97,9 +97,10 @@ class Alignment:
         pieces, start = [], 0
         for part in parts:
             for group, stack in part.stacks().items():
-                if group in self.groups and tuple(self.groups[group].shape) != stack:
+                have = tuple(self.groups[group].shape) if group in self.groups else stack
+                if have != stack:
                     raise IncompatibleCheckpoints(
-                        f"{name!r} has {stack[1]} entries along {group!r}, the alignment {self.groups[group].shape[1]}."
+                        f"{name!r} has {stack[1]} entries along {group!r}, the aligned base has {have[1]}."
                     )
             pieces.append(part.index(self.groups) + start)
             start += part.length

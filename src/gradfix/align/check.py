@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from gradfix.align.aligners import layout_of
 from gradfix.align.alignment import Alignment
-from gradfix.align.layout import HeadCounts, Residual, config_of
+from gradfix.align.head_counts import HeadCounts, config_of
+from gradfix.align.layout import Residual
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.errors import UsageError
 
@@ -33,17 +34,18 @@ def random_alignment(
 ) -> Alignment:
     """A uniformly random element of the family's symmetry; `keep_heads` leaves the order of heads alone."""
     checkpoint = open_checkpoint(source)
+    known = config or config_of(checkpoint)
     layout = layout_of(
-        checkpoint, family=family, heads=heads, kv_heads=kv_heads, config=config or config_of(checkpoint),
-        residual=residual,
-    )  # fmt: skip
+        checkpoint, family=family, heads=heads, kv_heads=kv_heads, config=known, residual=residual
+    )
     stacks = layout.stacks({name: tuple(checkpoint.info(name).shape) for name in checkpoint.names()})
     generator = torch.Generator().manual_seed(seed)
     groups = {}
     for name, (copies, size) in stacks.items():
-        fixed = keep_heads and name.endswith((".heads", ".queries"))
-        noise = torch.arange(size).expand(copies, size) if fixed else torch.rand(copies, size, generator=generator)
-        groups[name] = noise.argsort(dim=1)
+        keys = torch.rand(copies, size, generator=generator)
+        if keep_heads and name.endswith((".heads", ".queries")):
+            keys = keys.sort(dim=1).values
+        groups[name] = keys.argsort(dim=1)
     return Alignment(layout, groups, "random")
 
 

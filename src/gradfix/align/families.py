@@ -17,21 +17,22 @@ VIT = Family(
     (
         Tower(
             """
-            tensor  (vit.)?embeddings.(cls|distillation|mask)_token                             - - residual@0
-            tensor  (vit.)?embeddings.position_embeddings                                       - - residual@0
-            linear  (vit.)?embeddings.patch_embeddings.projection                               residual@0 - - -
-            linear  (vit.)?(encoder.layer|layers).{i}.layernorm_before                          residual@a
-            linear  (vit.)?(encoder.layer|layers).{i}.attention.(attention.query|q_proj)        q residual@a
-            linear  (vit.)?(encoder.layer|layers).{i}.attention.(attention.key|k_proj)          k residual@a
-            linear  (vit.)?(encoder.layer|layers).{i}.attention.(attention.value|v_proj)        v residual@a
-            linear  (vit.)?(encoder.layer|layers).{i}.attention.(output.dense|o_proj)           residual@b o
-            linear  (vit.)?(encoder.layer|layers).{i}.layernorm_after                           residual@b
-            linear  (vit.)?(encoder.layer|layers).{i}.(intermediate.dense|mlp.fc1)              mlp residual@b
-            linear  (vit.)?(encoder.layer|layers).{i}.(output.dense|mlp.fc2)                    residual@c mlp
-            linear  (vit.)?layernorm                                                            residual@end
-            linear  (vit.)?pooler.dense                                                         pooler residual@end
-            linear  classifier                                                                  - residual@end
-            """
+            tensor  embeddings.(cls|distillation|mask)_token                       - - residual@0
+            tensor  embeddings.position_embeddings                                 - - residual@0
+            linear  embeddings.patch_embeddings.projection                         residual@0 - - -
+            linear  (encoder.layer|layers).{i}.layernorm_before                    residual@a
+            linear  (encoder.layer|layers).{i}.attention.(attention.query|q_proj)  q residual@a
+            linear  (encoder.layer|layers).{i}.attention.(attention.key|k_proj)    k residual@a
+            linear  (encoder.layer|layers).{i}.attention.(attention.value|v_proj)  v residual@a
+            linear  (encoder.layer|layers).{i}.attention.(output.dense|o_proj)     residual@b o
+            linear  (encoder.layer|layers).{i}.layernorm_after                     residual@b
+            linear  (encoder.layer|layers).{i}.(intermediate.dense|mlp.fc1)        mlp residual@b
+            linear  (encoder.layer|layers).{i}.(output.dense|mlp.fc2)              residual@c mlp
+            linear  layernorm                                                      residual@end
+            linear  pooler.dense                                                   pooler residual@end
+            linear  classifier                                                     - residual@end
+            """,
+            prefix="(vit.)?",
         ),
     ),
     outputs=HIDDEN,
@@ -42,19 +43,19 @@ TIMM_VIT = Family(
     (
         Tower(
             """
-            tensor  (cls_token|dist_token|reg_token|pos_embed)   - - residual@0
-            linear  patch_embed.proj                             residual@0 - - -
-            linear  norm_pre                                     residual@0
-            linear  blocks.{i}.norm1                             residual@a
-            linear  blocks.{i}.attn.qkv                          qkv residual@a
-            linear  blocks.{i}.attn.proj                         residual@b o
-            tensor  blocks.{i}.ls1.gamma                         residual@b
-            linear  blocks.{i}.norm2                             residual@b
-            linear  blocks.{i}.mlp.fc1                           mlp residual@b
-            linear  blocks.{i}.mlp.fc2                           residual@c mlp
-            tensor  blocks.{i}.ls2.gamma                         residual@c
-            linear  (norm|fc_norm)                               residual@end
-            linear  (head|head_dist)                             - residual@end
+            tensor  (cls_token|dist_token|reg_token|pos_embed)  - - residual@0
+            linear  patch_embed.proj                            residual@0 - - -
+            linear  norm_pre                                    residual@0
+            linear  blocks.{i}.norm1                            residual@a
+            linear  blocks.{i}.attn.qkv                         qkv residual@a
+            linear  blocks.{i}.attn.proj                        residual@b o
+            tensor  blocks.{i}.ls1.gamma                        residual@b
+            linear  blocks.{i}.norm2                            residual@b
+            linear  blocks.{i}.mlp.fc1                          mlp residual@b
+            linear  blocks.{i}.mlp.fc2                          residual@c mlp
+            tensor  blocks.{i}.ls2.gamma                        residual@c
+            linear  (norm|fc_norm)                              residual@end
+            linear  (head|head_dist)                            - residual@end
             """
         ),
     ),
@@ -65,40 +66,40 @@ BERT = Family(
     (
         Tower(
             """
-            tensor  embeddings.position_ids                             *
-            tensor  embeddings.token_type_ids                           *
-            tensor  embeddings.word_embeddings.weight                   - residual@0
-            tensor  embeddings.position_embeddings.weight               - residual@0
-            tensor  embeddings.token_type_embeddings.weight             - residual@0
-            linear  embeddings.LayerNorm                                residual@0
-            linear  encoder.layer.{i}.attention.self.query              q residual@a
-            linear  encoder.layer.{i}.attention.self.key                k residual@a
-            linear  encoder.layer.{i}.attention.self.value              v residual@a
-            linear  encoder.layer.{i}.attention.output.dense            residual@b o
-            linear  encoder.layer.{i}.attention.output.LayerNorm        residual@b
-            linear  encoder.layer.{i}.intermediate.dense                mlp residual@b
-            linear  encoder.layer.{i}.output.dense                      residual@c mlp
-            linear  encoder.layer.{i}.output.LayerNorm                  residual@c
-            linear  pooler.dense                                        pooler residual@end
+            tensor  embeddings.position_ids                       *
+            tensor  embeddings.token_type_ids                     *
+            tensor  embeddings.word_embeddings.weight             - residual@0
+            tensor  embeddings.position_embeddings.weight         - residual@0
+            tensor  embeddings.token_type_embeddings.weight       - residual@0
+            linear  embeddings.LayerNorm                          residual@0
+            linear  encoder.layer.{i}.attention.self.query        q residual@a
+            linear  encoder.layer.{i}.attention.self.key          k residual@a
+            linear  encoder.layer.{i}.attention.self.value        v residual@a
+            linear  encoder.layer.{i}.attention.output.dense      residual@b o
+            linear  encoder.layer.{i}.attention.output.LayerNorm  residual@b
+            linear  encoder.layer.{i}.intermediate.dense          mlp residual@b
+            linear  encoder.layer.{i}.output.dense                residual@c mlp
+            linear  encoder.layer.{i}.output.LayerNorm            residual@c
+            linear  pooler.dense                                  pooler residual@end
             """,
             prefix="(bert.|roberta.)?",
         ),
         # The vocabulary head reads the tied word embeddings, so its own units keep the residual order.
         Tower(
             """
-            linear  cls.predictions.transform.dense              residual@end residual@end
-            linear  cls.predictions.transform.LayerNorm          residual@end
-            linear  cls.predictions.decoder                      - residual@end
-            tensor  cls.predictions.bias                         -
-            linear  cls.seq_relationship                         - pooler
-            linear  lm_head.dense                                residual@end residual@end
-            linear  lm_head.layer_norm                           residual@end
-            linear  lm_head.decoder                              - residual@end
-            tensor  lm_head.bias                                 -
-            linear  classifier                                   - pooler
-            linear  classifier.dense                             classifier residual@end
-            linear  classifier.out_proj                          - classifier
-            linear  qa_outputs                                   - residual@end
+            linear  cls.predictions.transform.dense      residual@end residual@end
+            linear  cls.predictions.transform.LayerNorm  residual@end
+            linear  cls.predictions.decoder              - residual@end
+            tensor  cls.predictions.bias                 -
+            linear  cls.seq_relationship                 - pooler
+            linear  lm_head.dense                        residual@end residual@end
+            linear  lm_head.layer_norm                   residual@end
+            linear  lm_head.decoder                      - residual@end
+            tensor  lm_head.bias                         -
+            linear  classifier                           - pooler
+            linear  classifier.dense                     classifier residual@end
+            linear  classifier.out_proj                  - classifier
+            linear  qa_outputs                           - residual@end
             """
         ),
     ),
@@ -123,17 +124,17 @@ T5 = Family(
         # Embeddings feed both stacks, so encoder and decoder share one residual permutation.
         Tower(
             """
-            tensor  (transformer.)?shared.weight       - residual@0
-            linear  classification_head.dense          classifier residual@decoder.end
-            linear  classification_head.out_proj       - classifier
+            tensor  (transformer.)?shared.weight  - residual@0
+            linear  classification_head.dense     classifier residual@decoder.end
+            linear  classification_head.out_proj  - classifier
             """
         ),
         Tower(
             T5_ENCODER
             + """
-            linear  block.{i}.layer.1.layer_norm                        residual@b
-            linear  block.{i}.layer.1.DenseReluDense.wi(_0|_1)?         mlp residual@b
-            linear  block.{i}.layer.1.DenseReluDense.wo                 residual@c mlp
+            linear  block.{i}.layer.1.layer_norm                 residual@b
+            linear  block.{i}.layer.1.DenseReluDense.wi(_0|_1)?  mlp residual@b
+            linear  block.{i}.layer.1.DenseReluDense.wo          residual@c mlp
             """,
             name="encoder",
             prefix="(transformer.)?encoder.",
@@ -142,15 +143,15 @@ T5 = Family(
         Tower(
             T5_ENCODER
             + """
-            linear  block.{i}.layer.1.EncDecAttention.q                 q:cross residual@b
-            linear  block.{i}.layer.1.EncDecAttention.k                 k:cross residual@encoder.end
-            linear  block.{i}.layer.1.EncDecAttention.v                 v:cross residual@encoder.end
-            linear  block.{i}.layer.1.EncDecAttention.o                 residual@c o:cross
-            tensor  block.{i}.layer.1.EncDecAttention.relative_attention_bias.weight   - order:cross
-            linear  block.{i}.layer.1.layer_norm                        residual@b
-            linear  block.{i}.layer.2.layer_norm                        residual@c
-            linear  block.{i}.layer.2.DenseReluDense.wi(_0|_1)?         mlp residual@c
-            linear  block.{i}.layer.2.DenseReluDense.wo                 residual@d mlp
+            linear  block.{i}.layer.1.EncDecAttention.q             q:cross residual@b
+            linear  block.{i}.layer.1.EncDecAttention.k             k:cross residual@encoder.end
+            linear  block.{i}.layer.1.EncDecAttention.v             v:cross residual@encoder.end
+            linear  block.{i}.layer.1.EncDecAttention.o             residual@c o:cross
+            tensor  block.{i}.layer.1.EncDecAttention.relative_attention_bias.weight  - order:cross
+            linear  block.{i}.layer.1.layer_norm                    residual@b
+            linear  block.{i}.layer.2.layer_norm                    residual@c
+            linear  block.{i}.layer.2.DenseReluDense.wi(_0|_1)?     mlp residual@c
+            linear  block.{i}.layer.2.DenseReluDense.wo             residual@d mlp
             """,
             name="decoder",
             prefix="(transformer.)?decoder.",
@@ -167,23 +168,24 @@ LLAMA = Family(
     (
         Tower(
             """
-            tensor  (model.)?embed_tokens.weight                           - residual@0
-            linear  (model.)?layers.{i}.input_layernorm                    residual@a
-            linear  (model.)?layers.{i}.self_attn.q_proj                   q residual@a
-            linear  (model.)?layers.{i}.self_attn.k_proj                   k residual@a
-            linear  (model.)?layers.{i}.self_attn.v_proj                   v residual@a
-            linear  (model.)?layers.{i}.self_attn.o_proj                   residual@b o
-            tensor  (model.)?layers.{i}.self_attn.(q|k)_norm.weight        -
-            tensor  (model.)?layers.{i}.self_attn.rotary_emb.inv_freq      *
-            tensor  (model.)?rotary_emb.inv_freq                           *
-            linear  (model.)?layers.{i}.post_attention_layernorm           residual@b
-            linear  (model.)?layers.{i}.pre_feedforward_layernorm          residual@b
-            linear  (model.)?layers.{i}.mlp.(gate|up)_proj                 mlp residual@b
-            linear  (model.)?layers.{i}.mlp.down_proj                      residual@c mlp
-            linear  (model.)?layers.{i}.post_feedforward_layernorm         residual@c
-            linear  (model.)?norm                                          residual@end
-            linear  (lm_head|score|classifier|qa_outputs)                  - residual@end
-            """
+            tensor  embed_tokens.weight                       - residual@0
+            linear  layers.{i}.input_layernorm                residual@a
+            linear  layers.{i}.self_attn.q_proj               q residual@a
+            linear  layers.{i}.self_attn.k_proj               k residual@a
+            linear  layers.{i}.self_attn.v_proj               v residual@a
+            linear  layers.{i}.self_attn.o_proj               residual@b o
+            tensor  layers.{i}.self_attn.(q|k)_norm.weight    -
+            tensor  layers.{i}.self_attn.rotary_emb.inv_freq  *
+            tensor  rotary_emb.inv_freq                       *
+            linear  layers.{i}.post_attention_layernorm       residual@b
+            linear  layers.{i}.pre_feedforward_layernorm      residual@b
+            linear  layers.{i}.mlp.(gate|up)_proj             mlp residual@b
+            linear  layers.{i}.mlp.down_proj                  residual@c mlp
+            linear  layers.{i}.post_feedforward_layernorm     residual@c
+            linear  norm                                      residual@end
+            linear  (lm_head|score|classifier|qa_outputs)     - residual@end
+            """,
+            prefix="(model.)?",
         ),
     ),
     rope=True,
@@ -195,48 +197,49 @@ GPT2 = Family(
     (
         Tower(
             """
-            tensor  (transformer.)?(wte|wpe).weight              - residual@0
-            linear  (transformer.)?h.{i}.ln_1                    residual@a
-            conv1d  (transformer.)?h.{i}.attn.c_attn             residual@a qkv
-            conv1d  (transformer.)?h.{i}.attn.c_proj             o residual@b
-            tensor  (transformer.)?h.{i}.attn.(masked_)?bias     *
-            linear  (transformer.)?h.{i}.ln_2                    residual@b
-            conv1d  (transformer.)?h.{i}.mlp.c_fc                residual@b mlp
-            conv1d  (transformer.)?h.{i}.mlp.c_proj              mlp residual@c
-            linear  (transformer.)?ln_f                          residual@end
-            linear  (lm_head|score|classifier|qa_outputs)        - residual@end
-            """
+            tensor  (wte|wpe).weight                       - residual@0
+            linear  h.{i}.ln_1                             residual@a
+            conv1d  h.{i}.attn.c_attn                      residual@a qkv
+            conv1d  h.{i}.attn.c_proj                      o residual@b
+            tensor  h.{i}.attn.(masked_)?bias              *
+            linear  h.{i}.ln_2                             residual@b
+            conv1d  h.{i}.mlp.c_fc                         residual@b mlp
+            conv1d  h.{i}.mlp.c_proj                       mlp residual@c
+            linear  ln_f                                   residual@end
+            linear  (lm_head|score|classifier|qa_outputs)  - residual@end
+            """,
+            prefix="(transformer.)?",
         ),
     ),
     outputs=HIDDEN,
 )
 
 CLIP_LAYERS = """
-    tensor  embeddings.position_ids                  *
-    linear  encoder.layers.{i}.layer_norm1           residual@a
-    linear  encoder.layers.{i}.self_attn.q_proj      q residual@a
-    linear  encoder.layers.{i}.self_attn.k_proj      k residual@a
-    linear  encoder.layers.{i}.self_attn.v_proj      v residual@a
-    linear  encoder.layers.{i}.self_attn.out_proj    residual@b o
-    linear  encoder.layers.{i}.layer_norm2           residual@b
-    linear  encoder.layers.{i}.mlp.fc1               mlp residual@b
-    linear  encoder.layers.{i}.mlp.fc2               residual@c mlp
+    tensor  embeddings.position_ids                *
+    linear  encoder.layers.{i}.layer_norm1         residual@a
+    linear  encoder.layers.{i}.self_attn.q_proj    q residual@a
+    linear  encoder.layers.{i}.self_attn.k_proj    k residual@a
+    linear  encoder.layers.{i}.self_attn.v_proj    v residual@a
+    linear  encoder.layers.{i}.self_attn.out_proj  residual@b o
+    linear  encoder.layers.{i}.layer_norm2         residual@b
+    linear  encoder.layers.{i}.mlp.fc1             mlp residual@b
+    linear  encoder.layers.{i}.mlp.fc2             residual@c mlp
 """
 CLIP_TEXT = (
     CLIP_LAYERS
     + """
-    tensor  embeddings.(token|position)_embedding.weight    - residual@0
-    linear  final_layer_norm                                residual@end
+    tensor  embeddings.(token|position)_embedding.weight  - residual@0
+    linear  final_layer_norm                              residual@end
 """
 )
 CLIP_VISION = (
     CLIP_LAYERS
     + """
-    tensor  embeddings.class_embedding                      residual@0
-    linear  embeddings.patch_embedding                      residual@0 - - -
-    tensor  embeddings.position_embedding.weight            - residual@0
-    linear  pre_layrnorm                                    residual@0
-    linear  post_layernorm                                  residual@end
+    tensor  embeddings.class_embedding            residual@0
+    linear  embeddings.patch_embedding            residual@0 - - -
+    tensor  embeddings.position_embedding.weight  - residual@0
+    linear  pre_layrnorm                          residual@0
+    linear  post_layernorm                        residual@end
 """
 )
 # Images and texts meet in one space: its axes may be permuted, for both towers at once.
@@ -248,8 +251,8 @@ CLIP = Family(
         Tower("linear  text_projection   embedding residual@end", name="text", stream="text.residual"),
         Tower(
             """
-            linear  visual_projection   embedding residual@end
-            linear  classifier          - residual@end
+            linear  visual_projection  embedding residual@end
+            linear  classifier         - residual@end
             """,
             name="vision",
             stream="vision.residual",
@@ -269,13 +272,13 @@ SIGLIP_TEXT = CLIP_TEXT + "linear  head   embedding residual@end"
 SIGLIP_VISION = (
     CLIP_VISION
     + """
-    tensor  head.probe                      - - residual@end
-    tensor  head.attention.in_proj_weight   qkv:pool residual@end
-    tensor  head.attention.in_proj_bias     qkv:pool
-    linear  head.attention.out_proj         embedding o:pool
-    linear  head.layernorm                  embedding
-    linear  head.mlp.fc1                    pool.mlp embedding
-    linear  head.mlp.fc2                    embedding pool.mlp
+    tensor  head.probe                     - - residual@end
+    tensor  head.attention.in_proj_weight  qkv:pool residual@end
+    tensor  head.attention.in_proj_bias    qkv:pool
+    linear  head.attention.out_proj        embedding o:pool
+    linear  head.layernorm                 embedding
+    linear  head.mlp.fc1                   pool.mlp embedding
+    linear  head.mlp.fc2                   embedding pool.mlp
 """
 )
 SIGLIP = Family(
@@ -298,15 +301,15 @@ VISION_TOWER = Family("vision_tower", (Tower(SIGLIP_VISION),), outputs=ALONE)
 TEXT_TOWER = Family("text_tower", (Tower(SIGLIP_TEXT),), outputs=ALONE)
 
 OPEN_CLIP_LAYERS = """
-    linear  transformer.resblocks.{i}.ln_1                   residual@a
-    tensor  transformer.resblocks.{i}.attn.in_proj_weight    qkv residual@a
-    tensor  transformer.resblocks.{i}.attn.in_proj_bias      qkv
-    linear  transformer.resblocks.{i}.attn.out_proj          residual@b o
-    tensor  transformer.resblocks.{i}.ls_1.gamma             residual@b
-    linear  transformer.resblocks.{i}.ln_2                   residual@b
-    linear  transformer.resblocks.{i}.mlp.c_fc               mlp residual@b
-    linear  transformer.resblocks.{i}.mlp.c_proj             residual@c mlp
-    tensor  transformer.resblocks.{i}.ls_2.gamma             residual@c
+    linear  transformer.resblocks.{i}.ln_1                 residual@a
+    tensor  transformer.resblocks.{i}.attn.in_proj_weight  qkv residual@a
+    tensor  transformer.resblocks.{i}.attn.in_proj_bias    qkv
+    linear  transformer.resblocks.{i}.attn.out_proj        residual@b o
+    tensor  transformer.resblocks.{i}.ls_1.gamma           residual@b
+    linear  transformer.resblocks.{i}.ln_2                 residual@b
+    linear  transformer.resblocks.{i}.mlp.c_fc             mlp residual@b
+    linear  transformer.resblocks.{i}.mlp.c_proj           residual@c mlp
+    tensor  transformer.resblocks.{i}.ls_2.gamma           residual@c
 """
 OPEN_CLIP = Family(
     "open_clip",
@@ -314,12 +317,12 @@ OPEN_CLIP = Family(
         Tower(
             OPEN_CLIP_LAYERS
             + """
-            linear  token_embedding            - residual@0
-            tensor  positional_embedding       - residual@0
-            tensor  attn_mask                  *
-            linear  ln_final                   residual@end
-            tensor  text_projection            residual@end embedding
-            linear  text_projection            embedding residual@end
+            linear  token_embedding       - residual@0
+            tensor  positional_embedding  - residual@0
+            tensor  attn_mask             *
+            linear  ln_final              residual@end
+            tensor  text_projection       residual@end embedding
+            linear  text_projection       embedding residual@end
             """,
             name="text",
             prefix="(text.)?",
@@ -328,12 +331,12 @@ OPEN_CLIP = Family(
         Tower(
             OPEN_CLIP_LAYERS
             + """
-            linear  conv1                      residual@0 - - -
-            tensor  class_embedding            residual@0
-            tensor  positional_embedding       - residual@0
-            linear  ln_pre                     residual@0
-            linear  ln_post                    residual@end
-            tensor  proj                       residual@end embedding
+            linear  conv1                 residual@0 - - -
+            tensor  class_embedding       residual@0
+            tensor  positional_embedding  - residual@0
+            linear  ln_pre                residual@0
+            linear  ln_post               residual@end
+            tensor  proj                  residual@end embedding
             """,
             name="vision",
             prefix="visual.",
@@ -341,7 +344,7 @@ OPEN_CLIP = Family(
         ),
         Tower("tensor  (logit_scale|logit_bias)   *"),
     ),
-    outputs={name: ("embedding",) for name in ("0", "1", "image_features", "text_features")},
+    outputs=dict.fromkeys(("0", "1", "image_features", "text_features"), ("embedding",)),
 )
 
 FAMILIES = {

@@ -42,7 +42,7 @@ def spectra(block: Block, axis: int, weights: Weights) -> Tensor:
     part = block.parts[axis]
     heads = block.cut(weights).double().movedim(axis, 0).reshape(*part.size, -1)
     if part.size[2] == 1 and not any(other.names for other in block.parts if other is not part):
-        return heads.flatten(2).cpu()  # a table with one column per head, nothing else permuted: compare it as it is
+        return heads.flatten(2).cpu()  # one column per head and nothing else permuted: compare as it is
     flat = heads if heads.shape[2] <= heads.shape[3] else heads.transpose(2, 3)
     return torch.linalg.eigvalsh(flat @ flat.transpose(2, 3)).clamp_min(0).sqrt().cpu()
 

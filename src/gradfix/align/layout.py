@@ -1,33 +1,38 @@
 """A family's spec bound to one checkpoint: its head counts, its depth, every group and its size.
 
-The layout knows for each tensor name which permutation moves which axis. It is built from names
-and shapes alone; the number of attention heads is in neither, so it comes from the caller, from
-config.json, or from the model object, and is never guessed."""
+It says for each tensor name which permutation moves which axis, and refuses what the spec does not
+cover: a tensor left as it is while its neighbours move would break the model in silence."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
-
-from torch import nn
+from typing import Any, Literal, NamedTuple
 
 from gradfix.align.families import FAMILIES
-from gradfix.align.spec import Family, Part, Row, Tower
-from gradfix.checkpoints.open import Checkpoint
-from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
+from gradfix.align.head_counts import TOWER_KEYS, HeadCounts, heads_in_config, per_tower
+from gradfix.align.spec import Family, Part, Tower
+from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.registry import unknown
 
 Residual = Literal["shared", "per-junction"]
 Shapes = Mapping[str, tuple[int, ...]]
 Axes = tuple[tuple[Part, ...], ...]
-HeadCounts = int | Mapping[str, int]
-
 POINTS = "abcd"
-HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head")
-TOWER_KEYS = {"vision": ("vision_config", "vision_cfg"), "text": ("text_config", "text_cfg")}
+
+
+class Place(NamedTuple):
+    """Where a tensor stands: its tower and, inside the stack, its layer."""
+
+    name: str
+    tower: Tower
+    layer: int | None
+
+    def group(self, word: str) -> str:
+        """The full name of a group written as `word` in the spec."""
+        if self.layer is None:
+            return word
+        return f"{self.tower.label}{self.layer}" + (f".{word}" if word else "")
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Layout:
             raise IncompatibleCheckpoints(
                 f"{name!r} has {len(shape)} axes, but a {self.family.name} model has {len(words)} there."
             )
-        return tuple(self._axis(name, word, size, row, layer) for word, size in zip(words, shape, strict=True))
+        place = Place(name, row.tower, layer)
+        return tuple(self._axis(place, word, size) for word, size in zip(words, shape, strict=True))
 
     def stacks(self, shapes: Shapes) -> dict[str, tuple[int, int]]:
         """Every group with its shape (copies, size); tensors that disagree about one are an error."""
@@ -70,51 +76,52 @@ class Layout:
                         )
         return stacks
 
-    def _axis(self, name: str, word: str, size: int, row: Row, layer: int | None) -> tuple[Part, ...]:
-        word = self.replaced.get(word, word)
-        word, _, label = word.partition(":")
+    def _axis(self, place: Place, word: str, size: int) -> tuple[Part, ...]:
+        word, _, label = self.replaced.get(word, word).partition(":")
         if word == "-":
             return (Part((1, 1, size)),)
         if word.startswith("residual@"):
-            return (Part((1, 1, size), inner=self._stream(word.removeprefix("residual@"), row.tower, layer)),)
+            return (Part((1, 1, size), inner=self._stream(place, word.removeprefix("residual@"))),)
         if word == "qkv":
-            if size % 3:
-                raise IncompatibleCheckpoints(f"{name!r}: {size} rows are not q, k and v packed in one.")
-            return tuple(self._heads(name, kind, size // 3, label, row.tower, layer) for kind in word)
+            third, rest = divmod(size, 3)
+            if rest:
+                raise IncompatibleCheckpoints(
+                    f"{place.name!r}: {size} entries are not q, k and v packed in one."
+                )
+            return tuple(self._heads(place, kind, third, label) for kind in word)
         if word in ("q", "k", "v", "o", "order"):
-            return (self._heads(name, word, size, label, row.tower, layer),)
-        return (Part((1, 1, size), inner=word if layer is None else f"{row.tower.label}{layer}.{word}"),)
+            return (self._heads(place, word, size, label),)
+        return (Part((1, 1, size), inner=place.group(word)),)
 
-    def _stream(self, point: str, tower: Tower, layer: int | None) -> str:
+    def _stream(self, place: Place, point: str) -> str:
         if self.residual == "shared":
-            return tower.stream
-        at, _, point = point.rpartition(".")
-        if at:
-            tower = next(other for other in self.family.towers if other.name == at)
+            return place.tower.stream
+        other, _, point = point.rpartition(".")
+        tower = next(t for t in self.family.towers if t.name == other) if other else place.tower
         if point == "end":
             number = tower.parts_per_layer * self.layers.get(tower.name, 0)
         elif point == "0":
             number = 0
         else:
-            number = tower.parts_per_layer * (layer or 0) + POINTS.index(point)
+            number = tower.parts_per_layer * (place.layer or 0) + POINTS.index(point)
         return f"{tower.stream}@{number}" if number == 0 else f"{tower.label}residual@{number}"
 
-    def _heads(self, name: str, kind: str, size: int, label: str, tower: Tower, layer: int | None) -> Part:
-        heads, groups = self._head_counts(tower)
+    def _heads(self, place: Place, kind: str, size: int, label: str) -> Part:
+        heads, groups = self._head_counts(place.tower)
         queries = 1 if kind in ("k", "v") else heads // groups
         inner, rest = divmod(size, groups * queries)
         if rest or (kind == "order" and inner != 1):
             raise IncompatibleCheckpoints(
-                f"{name!r}: {size} entries do not divide into {groups * queries} heads. "
+                f"{place.name!r}: {size} entries do not divide into {groups * queries} heads. "
                 "Give the right numbers with heads= and kv_heads=."
             )
-        scope = f"{tower.label}{'' if layer is None else layer}{'.' if label and layer is not None else ''}{label}"
-        order = tower.name if tower.tied_heads and not label else scope
+        scope = place.group(label)
+        order = place.tower.name if place.tower.tied_heads and not label else scope
         inside = {"q": "" if self.family.rope else f"{scope}.qk", "v": f"{scope}.vo", "order": ""}
         return Part(
             (groups, queries, inner),
             order=f"{order}.heads",
-            queries=f"{order}.queries" if heads > groups and queries > 1 else "",
+            queries=f"{order}.queries" if queries > 1 else "",
             inner=inside[{"k": "q", "o": "v"}.get(kind, kind)],
         )
 
@@ -123,8 +130,8 @@ class Layout:
         if not heads:
             tower_key = f'{{"{tower.name}": 12}}' if tower.name in TOWER_KEYS else "12"
             raise UsageError(
-                f"the number of attention heads of this {self.family.name} model is not known: pass heads={tower_key}"
-                " (--heads on the command line), or give a folder with config.json or the model object."
+                f"the number of attention heads of this {self.family.name} model is not known: "
+                f"pass heads={tower_key}, or give a folder with config.json or the model object."
             )
         groups = self.kv_heads.get(tower.name, 0) or heads
         if heads % groups:
@@ -164,8 +171,8 @@ def build_layout(
         replaced = {fallback.group: fallback.instead}
     return Layout(
         chosen,
-        _per_tower(towers, heads, given) or tables,
-        _per_tower(towers, kv_heads, given_kv),
+        per_tower(towers, heads, given) or tables,
+        per_tower(towers, kv_heads, given_kv),
         layers,
         residual,
         replaced,
@@ -193,69 +200,3 @@ def _not_covered(family: Family, odd: list[str]) -> IncompatibleCheckpoints:
         f"no permutation spec covers these tensors (nearest family: {family.name}): {shown}. "
         f"Families: {', '.join(FAMILIES)}. Transport without alignment, or leave these tensors out."
     )
-
-
-def _per_tower(towers: set[str], given: HeadCounts | None, found: Mapping[str, int]) -> dict[str, int]:
-    if isinstance(given, int):
-        return dict.fromkeys(towers, given)
-    if given is not None:
-        if wrong := sorted(set(given) - towers):
-            raise UsageError(f"no tower called {wrong[0]!r}; there are: {', '.join(sorted(filter(None, towers)))}.")
-        return dict(given)
-    if set(found) == {""}:
-        return dict.fromkeys(towers, found[""])
-    return dict(found)
-
-
-def heads_in_config(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """Query heads and key/value heads per tower ("" where there is one), from a model's config."""
-    config = config.get("model_cfg", config)
-    heads: dict[str, int] = {}
-    kv_heads: dict[str, int] = {}
-    for tower, keys in {"": (), **TOWER_KEYS}.items():
-        part = config if not tower else next((config[key] for key in keys if isinstance(config.get(key), Mapping)), {})
-        count = next((part[key] for key in HEAD_KEYS if part.get(key)), None) or part.get("heads")
-        if not count and "width" in part and "layers" in part:
-            count = part["width"] // part.get("head_width", 64)  # an open_clip vision tower
-        if count:
-            heads[tower] = int(count)
-        if part.get("num_key_value_heads"):
-            kv_heads[tower] = int(part["num_key_value_heads"])
-    if len(heads) > 1:
-        heads.pop("", None)
-    return heads, kv_heads
-
-
-def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is known about the model behind a checkpoint: its own config, or its folder's config.json."""
-    module = getattr(checkpoint, "module", None)
-    if isinstance(module, nn.Module):
-        return _module_config(module)
-    folder = checkpoint.path if checkpoint.path is None or checkpoint.path.is_dir() else checkpoint.path.parent
-    for file in ("config.json", "open_clip_config.json"):
-        if folder is not None and (folder / file).is_file():
-            config = _read_json(folder / file)
-            if any(heads_in_config(config)):
-                return config
-    return {}
-
-
-def _module_config(module: nn.Module) -> dict[str, Any]:
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "to_dict"):
-        return dict(config.to_dict())
-    towers: dict[str, Any] = {}
-    for name, part in module.named_modules():
-        if isinstance(count := getattr(part, "num_heads", None), int):
-            towers["vision_config" if name.startswith("visual.") else "text_config"] = {"num_heads": count}
-    return towers["text_config"] if set(towers) == {"text_config"} else towers
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        raise CorruptInput(f"{path} is not readable JSON. Restore it, or remove it and pass heads=.") from None
-    if not isinstance(config, dict):
-        raise CorruptInput(f"{path} is not a JSON object. Restore it, or remove it and pass heads=.")
-    return config
