@@ -3,66 +3,160 @@
 transformers renames (and sometimes fuses) tensors when it loads them: a ViT's
 `vit.layers.0.attention.k_proj` is `vit.encoder.layer.0.attention.attention.key` on disk, and
 Mixtral's experts are one tensor in memory and many on disk. Votes are taken from modules, files
-speak on-disk names; everything that crosses that border goes through `to_disk` and `to_module`."""
+speak on-disk names; everything that crosses that border goes through a `NameMap`. The map is read off
+weightless stand-ins, so it costs no memory, and works for models on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradfix.errors import IncompatibleCheckpoints
 
+if TYPE_CHECKING:
+    from gradfix.checkpoints.open import Checkpoint
+    from gradfix.votes.tally import SignVotes
+
+Index = slice | Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A disk tensor that is a strided window on one module tensor (an expert, a chunk, a transpose)."""
+
+    source: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return self._window(tensors[self.source].contiguous()).contiguous()
+
+    def put(self, value: Tensor, outputs: Mapping[str, Tensor]) -> None:
+        self._window(outputs[self.source]).copy_(value)
+
+    def _window(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+
+@dataclass(frozen=True)
+class Mosaic:
+    """A disk tensor put together from pieces of several module tensors, or reordered inside one.
+
+    Each piece is (module tensor, flat places there, flat places here)."""
+
+    shape: torch.Size
+    pieces: tuple[tuple[str, Index, Index], ...]
+
+    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        first = tensors[self.pieces[0][0]]
+        out = torch.empty(self.shape.numel(), dtype=first.dtype, device=first.device)
+        for source, there, here in self.pieces:
+            out[here] = tensors[source].reshape(-1)[there]
+        return out.view(self.shape)
+
+    def put(self, value: Tensor, outputs: Mapping[str, Tensor]) -> None:
+        flat = value.reshape(-1)
+        for source, there, here in self.pieces:
+            outputs[source].view(-1)[there] = flat[here]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(source for source, _, _ in self.pieces)
+
 
 @dataclass(frozen=True)
 class NameMap:
     """How one model's tensors are called on disk.
 
-    `renamed` maps one module tensor to one disk tensor. `fused` maps a disk tensor to the flat
-    coordinates of the module tensor that holds it, for the few that are split or stacked."""
+    `renamed` maps one module tensor to one disk tensor; `fused` says where in the module the few disk
+    tensors live that are split, stacked or reordered; `aliases` are further disk names of a tied tensor,
+    present only when the file really stores the copies."""
 
     renamed: dict[str, str]
-    fused: dict[str, tuple[str, Tensor]]
+    fused: dict[str, Part | Mosaic]
     shapes: dict[str, torch.Size]
+    aliases: dict[str, str] = field(default_factory=dict)  # disk name -> module name of the tensor it repeats
 
     def to_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename (and split) tensors named as in the module; tensors not in the map keep their names."""
-        split_sources = {source for source, _ in self.fused.values()}
-        out = {self.renamed.get(name, name): value for name, value in tensors.items() if name not in split_sources}
-        for disk, (source, coordinates) in self.fused.items():
-            if source in tensors:
-                out[disk] = tensors[source].reshape(-1)[coordinates.reshape(-1)].reshape(coordinates.shape)
-        return out
+        split = {source for place in self.fused.values() for source in place.sources}
+        out = {self.renamed.get(name, name): value for name, value in tensors.items() if name not in split}
+        for disk, place in self.fused.items():
+            present = [source in tensors for source in place.sources]
+            if all(present):
+                out[disk] = place.take(tensors)
+            elif any(present):
+                lacking = next(source for source in place.sources if source not in tensors)
+                raise IncompatibleCheckpoints(
+                    f"on-disk tensor {disk!r} needs module tensor {lacking!r}, which is not there. "
+                    "Frozen and trained parts of one fused tensor cannot be written apart."
+                )
+        return out | {disk: tensors[name] for disk, name in self.aliases.items() if name in tensors}
 
     def to_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse: tensors named as on disk, renamed (and fused) for the module."""
         back = {disk: name for name, disk in self.renamed.items()}
         out: dict[str, Tensor] = {}
         for name, value in tensors.items():
-            if name not in self.fused:
+            if name in self.aliases:
+                out.setdefault(self.aliases[name], value)
+            elif name not in self.fused:
                 out[back.get(name, name)] = value
-                continue
-            source, coordinates = self.fused[name]
-            if source not in out:
-                out[source] = torch.zeros(self.shapes[source], dtype=value.dtype)
-            out[source].view(-1)[coordinates.reshape(-1)] = value.reshape(-1)
+            else:
+                self._check_complete(name, tensors)
+                for source in self.fused[name].sources:
+                    if source not in out:
+                        out[source] = torch.zeros(self.shapes[source], dtype=value.dtype, device=value.device)
+                self.fused[name].put(value, out)
         return out
 
+    def _check_complete(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        own = set(self.fused[name].sources)
+        lacking = [d for d, place in self.fused.items() if own & set(place.sources) and d not in tensors]
+        if lacking:
+            raise IncompatibleCheckpoints(
+                f"module tensor {min(own)!r} is made of several on-disk tensors; {lacking[0]!r} is missing."
+            )
+
     def disk_names(self) -> list[str]:
-        return [*self.renamed.values(), *self.fused]
+        return [*self.renamed.values(), *self.fused, *self.aliases]
 
 
 def name_map(model: nn.Module, on_disk: Iterable[str] = ()) -> NameMap:
     """The map for one model; `on_disk` names settle prefixes that the model class cannot know."""
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    renamed, fused = _transformers_map(model, tensors)
+    owner: dict[int, str] = {}
+    same_as: dict[str, str] = {}
+    shapes: dict[str, torch.Size] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        same_as[name] = owner.setdefault(id(parameter), name)
+        shapes[name] = parameter.shape
+    renamed, fused = _transformers_map(model, shapes)
     known = set(on_disk)
-    if known:
-        renamed, fused = _settle_prefix(model, renamed, fused, known)
-    return NameMap(renamed, fused, shapes)
+    settle = _settle_prefix(model, [*renamed.values(), *fused], known)
+    renamed = {name: settle(disk) for name, disk in renamed.items()}
+    fused = {settle(disk): place for disk, place in fused.items()}
+    tied = {name: first for name, first in same_as.items() if name != first and name in renamed}
+    plain = {name: disk for name, disk in renamed.items() if name not in tied}
+    aliases: dict[str, str] = {}
+    for name, first in tied.items():
+        disk = renamed[name]
+        if disk not in known or first not in plain:
+            continue
+        if plain[first] in known:
+            aliases[disk] = first
+        else:  # the file stores the tied tensor under this name only
+            plain[first] = disk
+    fused = {d: p for d, p in fused.items() if all(same_as[source] == source for source in p.sources)}
+    return NameMap(plain, fused, {name: shapes[name] for name in owner.values()}, aliases)
 
 
 def disk_names(model: nn.Module, on_disk: Iterable[str] = ()) -> dict[str, str]:
@@ -70,82 +164,130 @@ def disk_names(model: nn.Module, on_disk: Iterable[str] = ()) -> dict[str, str]:
     return name_map(model, on_disk).renamed
 
 
+def votes_to_disk(votes: SignVotes, model: nn.Module, checkpoint: Checkpoint) -> SignVotes:
+    """The votes under the names (and in the pieces) of the checkpoint they were taken at.
+
+    Votes for weights that the file does not hold, such as a pooler the file was saved without, are left
+    out and named in the notes."""
+    from gradfix.votes.tally import SignVotes
+
+    known = set(checkpoint.names())
+    named = name_map(model, known).to_disk(votes)
+    strangers = sorted(set(named) - known)
+    if len(strangers) == len(named):
+        raise IncompatibleCheckpoints(
+            f"the votes and {checkpoint} share no tensor name (first {strangers[0]!r} and {min(known)!r}). "
+            "Was the model loaded from this checkpoint?"
+        )
+    notes = (*votes.notes, *(f"votes for {name!r} left out: it is not in the file" for name in strangers))
+    kept = {name: tensor for name, tensor in named.items() if name in known}
+    for name, tensor in kept.items():
+        if tuple(tensor.shape) != checkpoint.info(name).shape:
+            raise IncompatibleCheckpoints(
+                f"votes for {name!r} are {list(tensor.shape)}, the tensor in {checkpoint} is "
+                f"{list(checkpoint.info(name).shape)}."
+            )
+    return SignVotes(
+        kept, votes.count, rule=votes.rule, target_hash=votes.target_hash, probe=votes.probe, notes=notes
+    )
+
+
+class _StandIn(Tensor):
+    """A weightless tensor that stays a view of itself, so that offsets and strides tell where data went."""
+
+    def contiguous(self, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
+        return self
+
+
 def _transformers_map(
-    model: nn.Module, tensors: dict[str, Tensor]
-) -> tuple[dict[str, str], dict[str, tuple[str, Tensor]]]:
-    identity = {name: name for name in tensors}
+    model: nn.Module, shapes: Mapping[str, torch.Size]
+) -> tuple[dict[str, str], dict[str, Part | Mosaic]]:
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
-        return identity, {}
+        return {name: name for name in shapes}, {}
     if not isinstance(model, PreTrainedModel):
-        return identity, {}
-    # Each tensor is replaced by a one-element stand-in whose value is its number: what comes back
-    # under one name with the same number was only renamed.
-    reverted = _revert(revert_weight_conversion, model, {n: t for n, t in tensors.items()})
-    by_storage = {(t.data_ptr(), tuple(t.shape)): n for n, t in tensors.items() if t.numel()}
+        return {name: name for name in shapes}, {}
+    stand_ins = {n: torch.empty(shape, device="meta").as_subclass(_StandIn) for n, shape in shapes.items()}
+    homes = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     renamed: dict[str, str] = {}
-    leftovers: list[str] = []
-    for disk, tensor in reverted.items():
-        source = by_storage.get((tensor.data_ptr(), tuple(tensor.shape)))
-        if source is not None and source not in renamed:
+    fused: dict[str, Part | Mosaic] = {}
+    lost: list[str] = []
+    for disk, tensor in revert_weight_conversion(model, dict(stand_ins)).items():
+        source = homes.get(tensor.untyped_storage()._cdata)
+        if source is None:
+            lost.append(disk)
+        elif tensor is stand_ins[source]:
             renamed[source] = disk
         else:
-            leftovers.append(disk)
-    remaining = [name for name in tensors if name not in renamed]
-    if not remaining:
-        return renamed, {}
-    return renamed, _fused_coordinates(revert_weight_conversion, model, tensors, remaining)
-
-
-def _fused_coordinates(
-    revert: object, model: nn.Module, tensors: dict[str, Tensor], remaining: list[str]
-) -> dict[str, tuple[str, Tensor]]:
-    """Push coordinate numbers instead of weights through the conversion, and read off where they land."""
-    numbered: dict[str, Tensor] = {}
-    starts: list[tuple[int, str]] = []
-    offset = 0
-    for name in remaining:
-        size = tensors[name].numel()
-        numbered[name] = torch.arange(offset, offset + size).view(tensors[name].shape)
-        starts.append((offset, name))
-        offset += size
-    fused: dict[str, tuple[str, Tensor]] = {}
-    for disk, numbers in _revert(revert, model, numbered).items():
-        first = int(numbers.reshape(-1)[0])
-        start, source = max(entry for entry in starts if entry[0] <= first)
-        local = numbers - start
-        if int(local.min()) < 0 or int(local.max()) >= tensors[source].numel():
-            raise IncompatibleCheckpoints(
-                f"on-disk tensor {disk!r} mixes several module tensors; gradfix cannot map it."
-            )
-        fused[disk] = (source, local)
-    return fused
-
-
-def _revert(revert: object, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return dict(revert(model, tensors))  # type: ignore[operator]
-
-
-def _settle_prefix(
-    model: nn.Module,
-    renamed: dict[str, str],
-    fused: dict[str, tuple[str, Tensor]],
-    known: set[str],
-) -> tuple[dict[str, str], dict[str, tuple[str, Tensor]]]:
-    """A head-less model may sit in a file saved with a head, under a prefix (and the reverse)."""
-    disk = [*renamed.values(), *fused]
-    missing = [name for name in disk if name not in known]
-    if not missing:
-        return renamed, fused
-    prefixes = [getattr(model, "base_model_prefix", "") or "", "model", "module"]
-    for prefix in (p + "." for p in prefixes if p):
-        if all(prefix + name in known or name in known for name in disk):
-            add = lambda name: name if name in known else prefix + name  # noqa: E731, B023
-        elif all(name.removeprefix(prefix) in known or name in known for name in disk):
-            add = lambda name: name if name in known else name.removeprefix(prefix)  # noqa: E731, B023
-        else:
-            continue
-        return {m: add(d) for m, d in renamed.items()}, {add(d): v for d, v in fused.items()}
+            fused[disk] = Part(source, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    covered = {*renamed, *(part.source for part in fused.values() if isinstance(part, Part))}
+    if lost:
+        rest = {name: shapes[name] for name in shapes if name not in covered}
+        fused |= _numbered(lambda tensors: revert_weight_conversion(model, tensors), rest)
     return renamed, fused
+
+
+def _numbered(
+    revert: Callable[[dict[str, Tensor]], dict[str, Tensor]], shapes: Mapping[str, torch.Size]
+) -> dict[str, Part | Mosaic]:
+    """Push coordinate numbers instead of weights through the conversion, and read off where they land."""
+    starts: dict[str, int] = {}
+    numbered: dict[str, Tensor] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        starts[name] = offset
+        numbered[name] = torch.arange(offset, offset + shape.numel()).view(shape)
+        offset += shape.numel()
+    return {
+        disk: Mosaic(numbers.shape, _pieces(numbers.reshape(-1), starts, shapes))
+        for disk, numbers in revert(numbered).items()
+    }
+
+
+def _pieces(
+    numbers: Tensor, starts: Mapping[str, int], shapes: Mapping[str, torch.Size]
+) -> tuple[tuple[str, Index, Index], ...]:
+    pieces = []
+    for name, start in starts.items():
+        here = ((numbers >= start) & (numbers < start + shapes[name].numel())).nonzero().reshape(-1)
+        if len(here):
+            pieces.append((name, _run(numbers[here] - start), _run(here)))
+    return tuple(pieces)
+
+
+def _run(places: Tensor) -> Index:
+    """A slice where the places are consecutive, otherwise the places themselves."""
+    first = int(places[0])
+    if bool((places == torch.arange(first, first + len(places))).all()):
+        return slice(first, first + len(places))
+    return places
+
+
+def _settle_prefix(model: nn.Module, disk: list[str], known: set[str]) -> Callable[[str], str]:
+    """A head-less model may sit in a file saved with a head, under a prefix (and the reverse).
+
+    The change that finds most names wins; when two find equally many, the model class decides."""
+    if not known or not disk:
+        return lambda name: name
+    own = [p + "." for p in (getattr(model, "base_model_prefix", "") or "", "model", "module") if p]
+    seen = {name[: -len(d)] for d in disk[:1] + disk[-1:] for name in known if name.endswith("." + d)}
+    leading = {".".join(name.split(".")[:1]) + "." for name in disk if "." in name}
+
+    def added(prefix: str) -> Callable[[str], str]:
+        return lambda name: name if name in known or prefix + name not in known else prefix + name
+
+    def removed(prefix: str) -> Callable[[str], str]:
+        return lambda name: name if name in known else _without(name, prefix, known)
+
+    changes: list[Callable[[str], str]] = [lambda name: name]
+    changes += [change for p in own for change in (added(p), removed(p))]
+    changes += [added(p) for p in sorted(seen)] + [removed(p) for p in sorted(leading)]
+    found = [sum(change(name) in known for name in disk) for change in changes]
+    return changes[found.index(max(found))]
+
+
+def _without(name: str, prefix: str, known: set[str]) -> str:
+    bare = name.removeprefix(prefix)
+    return bare if bare in known else name
