@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradfix.registry import Registry
 
-Sees = Literal["direction", "votes", "reference", "chance"]
+Sees = Literal["direction", "votes", "reference", "chance", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Mask:
     """A rule and what it must be shown.
 
     `direction`: -1, 0, 1 per entry. `votes`: the integer votes, with their `count`. `reference`: the
-    real-valued vector (minus the mean gradient, or the oracle's task vector). `chance`: a random direction."""
+    real-valued vector (minus the mean gradient, or the oracle's task vector). `chance`: a random direction.
+    `nothing`: the rule needs no votes at all."""
 
     rule: Callable[..., Tensor]
     sees: Sees
@@ -82,3 +83,9 @@ def drop_opposed(delta: Tensor, votes: Tensor, *, count: int = 1, margin: float 
     opposed = (delta.sign() * votes.sign().to(delta.dtype)) < 0
     confident = votes.abs().double() > margin * count
     return torch.where(opposed & confident, 0, delta)
+
+
+@mask("none", sees="nothing")
+def keep_everything(delta: Tensor, direction: Tensor | None = None) -> Tensor:
+    """Plain addition: the naive transport, for comparison and for related releases."""
+    return delta

@@ -84,12 +84,13 @@ def transport_checkpoint(
     force: bool = False,
     details: Mapping[str, Any] | None = None,
     extras: Callable[[Path], None] | None = None,
+    inputs: Mapping[str, Checkpoint] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> StreamReport:
     """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
 
-    `votes` is a votes file (on-disk names) or SignVotes; it may be left out for the random masks and when
-    `alpha` is 0. `extras(staging)` may add files; `details` go into the manifest."""
+    `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none.
+    `extras(staging)` may add files; `details` go into the manifest."""
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     out = Path(out)
@@ -104,8 +105,41 @@ def transport_checkpoint(
         if extras is not None:
             extras(staging)
         report = job.report(out, plan, force)
-        write_manifest(staging, job.manifest(report, plan, details), hashes)
+        roles = inputs or {"base": before, "tuned": after, "target": goal}
+        write_manifest(staging, job.manifest(report, roles, details), hashes)
     return report
+
+
+class _Zeros(Checkpoint):
+    """The base of an update that is already a difference."""
+
+    def __init__(self, like: Checkpoint) -> None:
+        self.like = like
+
+    def names(self) -> list[str]:
+        return self.like.names()
+
+    def info(self, name: str) -> TensorInfo:
+        return self.like.info(name)
+
+    def read(self, name: str) -> Tensor:
+        return torch.zeros(self.info(name).shape, dtype=self.info(name).dtype)
+
+
+def write_update(
+    update: Mapping[str, Tensor],
+    *,
+    target: Source | Checkpoint,
+    out: str | os.PathLike[str],
+    alpha: float = 1.0,
+    inputs: Mapping[str, Checkpoint] | None = None,
+    **options: Any,
+) -> StreamReport:
+    """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest."""
+    delta = open_checkpoint(dict(update))
+    return transport_checkpoint(
+        base=_Zeros(delta), tuned=delta, target=target, out=out, mask="none", alpha=alpha, inputs=inputs, **options
+    )
 
 
 class _Ballot:
@@ -126,8 +160,8 @@ class _Ballot:
         self.count, self.target_hash = 0, None
         if self.rule.sees == "reference":
             raise UsageError("mask 'magnitude' needs gradients, which are not kept in votes files; use transport().")
-        if self.rule.sees == "chance":
-            if seed is None:
+        if self.rule.sees in ("chance", "nothing"):
+            if self.rule.sees == "chance" and seed is None:
                 raise UsageError("the random masks need a seed.")
             self.options = mask_options(mask, None, margin)
             return
@@ -167,6 +201,8 @@ class _Ballot:
         return self.source is None or name in self.source
 
     def pieces(self, name: str, count: int) -> Iterator[Tensor]:
+        if self.rule.sees == "nothing":
+            return (torch.zeros(min(CHUNK, count - first), dtype=torch.int8) for first in range(0, count, CHUNK))
         if self.source is None:
             return random_directions(self.seed or 0, name, count)
         return self.source.chunks(name, CHUNK)
@@ -323,14 +359,15 @@ class _Job:
             return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --dtype fp32 keeps it"]
         return []
 
-    def manifest(self, report: StreamReport, plan: Plan, details: Mapping[str, Any] | None) -> dict[str, Any]:
+    def manifest(
+        self, report: StreamReport, roles: Mapping[str, Checkpoint], details: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         inputs = {
-            role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)}
-            for role, checkpoint in (("base", self.base), ("tuned", self.tuned), ("target", self.target))
+            role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)} for role, checkpoint in roles.items()
         }
         votes = {"count": self.ballot.count, "target_hash": self.ballot.target_hash}
         target_hash = self.ballot.target_hash
-        found = target_fingerprint(self.target, inputs["target"]["sha256"])  # type: ignore[arg-type]
+        found = target_fingerprint(self.target, self.hashes.of(self.target))
         if target_hash is not None and target_hash != found:
             raise IncompatibleCheckpoints(
                 f"the votes were taken on other weights than {self.target}. Vote again on this target."
@@ -425,7 +462,10 @@ class _InputHashes:
         self._pending.append(self._pool.submit(update, offset, data))
 
     def of(self, checkpoint: Checkpoint) -> dict[str, str]:
-        return {path.name: self._hashes[path].hexdigest() for path in checkpoint.files}
+        return {
+            path.name: self._hashes[path].hexdigest() if path in self._hashes else sha256_file(path)
+            for path in checkpoint.files
+        }
 
 
 def _wide(piece: Tensor) -> Tensor:

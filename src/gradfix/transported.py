@@ -63,6 +63,8 @@ def transport(
     if rule.sees == "chance":
         config["seed"] = seed_of(generator)
         shown: Mapping[str, Tensor] = _Coins(tau, config["seed"])
+    elif rule.sees == "nothing":
+        shown = tau
     else:
         shown = _aligned(tau, direction)
     update: dict[str, Tensor] = {}
@@ -114,7 +116,7 @@ def mask_options(mask: str, direction: Direction | None, margin: float | None) -
     rule = MASKS[mask]
     if margin is not None and rule.sees != "votes":
         raise UsageError(f"margin belongs to the veto mask, not to {mask!r}.")
-    if rule.sees == "chance":
+    if rule.sees in ("chance", "nothing"):
         return {}
     if direction is None:
         raise UsageError(f"mask {mask!r} needs a direction: votes of the target, or the oracle's task vector.")

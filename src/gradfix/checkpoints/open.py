@@ -154,6 +154,30 @@ class MemoryCheckpoint(Checkpoint):
         return name in self._tensors
 
 
+class Part(Checkpoint):
+    """Some tensors of another checkpoint, read through it."""
+
+    def __init__(self, whole: Checkpoint, names: list[str]) -> None:
+        self.whole, self._names = whole, names
+        self.path = whole.path
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def info(self, name: str) -> TensorInfo:
+        return self.whole.info(name)
+
+    def read(self, name: str) -> Tensor:
+        return self.whole.read(name)
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        return self.whole.chunks(name, elements)
+
+    @property
+    def files(self) -> list[Path]:
+        return self.whole.files
+
+
 def open_checkpoint(source: Source | Checkpoint, *, base: Source | Checkpoint | None = None) -> Checkpoint:
     """Open weights of any supported kind; `base` is needed when the source is a LoRA adapter."""
     if isinstance(source, Checkpoint):

@@ -1,0 +1,169 @@
+"""Every option of every command, declared once.
+
+A config is a frozen dataclass; its fields are the command's options, the keys of its YAML file and the
+arguments of its workflow. The help text lives in the field. Importing this module imports no heavy library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(help: str, default: Any = None, *, required: bool = False, positional: bool = False) -> Any:
+    metadata = {"help": help, "required": required, "positional": positional}
+    if isinstance(default, (list, tuple)):
+        return field(default=tuple(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    data: str = option("File, folder with train/validation/test files, image folder or hub dataset.", required=True)
+    task: str = option("zero-shot, classification, seq2seq or causal.", required=True)
+    label_column: str | None = option("Column that holds the label.")
+    text_column: tuple[str, ...] = option("Column(s) that hold the text.", ())
+    text_template: str | None = option("Build the text from columns: '{premise} therefore {hypothesis}'.")
+    image_column: str | None = option("Column that holds the image.")
+    pooling: str | None = option("Text encoders: mean or cls.")
+    max_length: int | None = option("Longest text in tokens.")
+    batch_size: int = option("Samples per pass; affects speed, not the votes.", 16)
+    dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
+    device: str | None = option("cpu, cuda, cuda:1 ...; the best there is by default.")
+    trust_remote_code: bool = option("Allow model code from the checkpoint to run. Off unless you read it.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShotOptions(DataOptions):
+    shots: int = option("Labelled examples per class.", 5)
+    seed: int = option("Seed of every random choice.", 0)
+    select: str = option("How the examples are chosen: random, herding, kmedoids, coreset.", "random")
+    allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
+    engine: str = option("Vote engine: auto, loop or batched.", "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VoteConfig(ShotOptions):
+    target: str = option("The new base model.", required=True)
+    out: str = option("Votes file to write (.safetensors).", required=True)
+    base: str | None = option("Old base model; only needed for --select other than random.")
+    vote: str = option("majority (of per-sample signs) or mean (sign of the summed gradient).", "majority")
+    processes: int = option("Processes that share the samples.", 1)
+    resume: bool = option("Go on from an interrupted vote with the same settings.", True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig(ShotOptions):
+    base: str = option("The old base model.", required=True)
+    tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
+    target: str = option("The new base model.", required=True)
+    out: str = option("Folder to write.", required=True)
+    method: str = option("mask (this options' mask and alpha) or best (what compare would ship).", "mask")
+    mask: str = option("agree, veto, force, magnitude, none, random, random_force.", "agree")
+    margin: str = option("veto only: how confident a vote must be to drop an entry, 0 to 1, or auto.", "auto")
+    alpha: str = option("Scale of the update, or auto: chosen on validation data or by folds.", "auto")
+    vote: str = option("majority or mean.", "majority")
+    votes: str | None = option("Votes file made earlier on this target; no gradients are computed then.")
+    validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
+    unlabelled: str | None = option("Unlabelled inputs for --method best.")
+    align: str = option("Permute the task vector to the target first: none, transfusion or rebasin.", "none")
+    head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
+    strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
+    out_dtype: str | None = option("Dtype of the written weights; the target's own by default.")
+    out_lora: int | None = option("Write a LoRA adapter of this rank for the target instead of full weights.")
+    report: str | None = option("Also write an HTML report of this transport.")
+    check: bool = option("Check on the examples that the fine-tune beats its base.", True)
+    overwrite: bool = option("Replace a non-empty output folder.", False)
+    force: bool = option("Go on where a check would refuse.", False)
+    dry_run: bool = option("Check everything and say what would be done; write nothing.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(DataOptions):
+    model: str = option("Checkpoint to fine-tune.", required=True)
+    out: str = option("Folder to write.", required=True)
+    steps: int = option("Optimizer steps.", 2000)
+    train_batch: int = option("Samples per step.", 128)
+    lr: float = option("Peak learning rate.", 1e-5)
+    weight_decay: float = option("AdamW weight decay.", 0.1)
+    warmup: float = option("Share of the steps spent warming up.", 0.1)
+    seed: int = option("Seed of every random choice.", 0)
+    shots: int | None = option("Use only this many examples per class.")
+    head: bool = option("Also train a classification head.", False)
+    overwrite: bool = option("Replace a non-empty output folder.", False)
+    dry_run: bool = option("Check everything and say what would be done; write nothing.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(DataOptions):
+    model: str = option("Checkpoint to score.", required=True)
+    split: str = option("Split to score on.", "test")
+    head_from: str | None = option("Zero-shot: pre-trained checkpoint whose frozen head is used.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    checkpoints: tuple[str, ...] = option("Two or three checkpoints: base, tuned [, target].", (), positional=True)
+    names: bool = option("List every tensor.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectConfig(ShotOptions):
+    base: str | None = option("Base model whose frozen encoder gives the features.")
+    out: str = option("Where to write the chosen ids (.jsonl or .json).", required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(DataOptions):
+    base: str = option("The old base model.", required=True)
+    tuned: str = option("Your fine-tune of the old base.", required=True)
+    target: str = option("The new base model.", required=True)
+    target_tuned: str | None = option("A full fine-tune of the target, for the oracle and the upper line.")
+    finetune_target: bool = option("Fine-tune the target on the train split when no --target-tuned is given.", False)
+    finetune_steps: int = option("Steps of that fine-tune.", 400)
+    shots: tuple[int, ...] = option("Labelled examples per class, one or more budgets.", (5,))
+    seeds: tuple[int, ...] = option("Seeds.", (0,))
+    methods: tuple[str, ...] = option("Methods to compare; all by default.", ())
+    validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
+    unlabelled: str | None = option("Unlabelled inputs for the method 'best'.")
+    engine: str = option("Vote engine: auto, loop or batched.", "auto")
+    allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
+    work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
+    report: str | None = option("HTML report to write.")
+    track: str | None = option("Also log to tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    report: str | None = option("HTML page to write.", "gradfix-demo.html")
+    shots: int = option("Labelled examples per class.", 5)
+    seeds: tuple[int, ...] = option("Seeds.", (0, 1, 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    out: str = option("Folder that gradfix wrote.", required=True, positional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfigOptions:
+    config: str | None = option("Merge recipe (YAML).", positional=True)
+    out: str | None = option("Folder to write.")
+    from_mergekit: str | None = option("Read a mergekit YAML file instead.")
+    target: str | None = option("Target model, where the recipe does not name one.")
+    overwrite: bool = option("Replace a non-empty output folder.", False)
+    dry_run: bool = option("Check everything and say what would be done; write nothing.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig:
+    table: str = option("Table or figure to reproduce, or all.", "all", positional=True)
+    suite: str = option("pocket, openclip or t5.", "pocket")
+    quick: bool = option("Fewer seeds and budgets.", False)
+    out: str | None = option("Folder for tables, figures and finished units.")
+    yes: bool = option("Start without asking after the cost estimate.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    results: str = option("results.json of an earlier compare or demo.", required=True, positional=True)
+    out: str | None = option("HTML (or .md) file to write; beside the results by default.")

@@ -1,0 +1,349 @@
+"""`gradfix transport`: from three checkpoints and a few labels to a fourth checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
+from gradfix.checkpoints.write import refuse_inside
+from gradfix.data import Row, folds
+from gradfix.diagnostics import mean_loss
+from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.masks import MASKS
+from gradfix.preflight import plan_transport
+from gradfix.scale import ScaleCurve, average_curves, dialled, search_scale
+from gradfix.scoring import evaluate
+from gradfix.stream import StreamReport, target_fingerprint, transport_checkpoint, write_update
+from gradfix.taskvector import TaskVector
+from gradfix.transported import transport
+from gradfix.votes.collect import collect_gradient, collect_votes
+from gradfix.votes.identity import check_probe
+from gradfix.votes.tally import SignVotes
+from gradfix.workflows.configs import TransportConfig
+from gradfix.workflows.setting import Setting, Shots, draw, setting
+from gradfix.workflows.voting import on_disk
+
+T = TypeVar("T")
+
+FOLDS = 5
+MARGINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+LOSS_WEIGHT = 1e-3  # breaks ties between equal accuracies in favour of the lower loss
+
+
+@dataclass(frozen=True)
+class TransportResult:
+    """What was written, and what it measured."""
+
+    out: Path
+    alpha: float
+    margin: float | None
+    regime: str  # "given", "validation" or "few_shot"
+    report: StreamReport | None
+    curve: ScaleCurve | None
+    before: dict[str, float] | None
+    after: dict[str, float] | None
+    loss_before: float | None
+    loss_after: float | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "alpha": self.alpha,
+            "margin": self.margin,
+            "regime": self.regime,
+            "kept": self.report.kept if self.report else None,
+            "curve": self.curve.points if self.curve else None,
+            "test_before": self.before,
+            "test_after": self.after,
+            "fewshot_loss_before": self.loss_before,
+            "fewshot_loss_after": self.loss_after,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+
+Stage = Callable[[str], None]
+
+
+def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
+    """Check, vote, choose alpha, write, score. Nothing is written before every check has passed."""
+    _check_words(config)
+    base, target = open_checkpoint(config.base), open_checkpoint(config.target)
+    tuned = open_checkpoint(config.tuned, base=base)
+    out = Path(config.out)
+    refuse_inside(out, [c.path for c in (base, tuned, target) if c.path is not None])
+    plan_transport(base, tuned, target, head=config.head, strict=config.strict)
+    start = setting(config)
+    stage("reading examples")
+    shots = draw(start, config, config.validation, config.base)
+    if config.check:
+        stage("checking that the fine-tune beats its base")
+        _refuse_swapped(config, start, shots)
+    checkpoints = {"base": base, "tuned": tuned, "target": target}
+    return _Transport(config, start, shots, checkpoints, stage).run()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How far to go, and who said so."""
+
+    alpha: float
+    margin: float | None
+    curve: ScaleCurve | None
+    regime: str
+
+
+def ranking(metrics: dict[str, float]) -> float:
+    """Accuracy first; equal accuracies are told apart by the loss."""
+    return metrics["accuracy"] - LOSS_WEIGHT * min(metrics["loss"], 1e3)
+
+
+def total(votes: Sequence[SignVotes]) -> SignVotes:
+    return functools.reduce(operator.add, votes)
+
+
+def require_target(votes: SignVotes, target: Checkpoint) -> None:
+    """Votes belong to one target: refuse them on another, by probe or by hash."""
+    check_probe(votes.probe, target)
+    if votes.target_hash is not None and votes.target_hash != target_fingerprint(target):
+        raise IncompatibleCheckpoints(f"the votes were taken on other weights than {target}. Vote again on this target.")
+
+
+def _only(checkpoint: Checkpoint, names: list[str]) -> Checkpoint:
+    return Part(checkpoint, names)
+
+
+def _refuse_swapped(config: TransportConfig, start: Setting, shots: Shots) -> None:
+    """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
+    if open_checkpoint(config.tuned, base=config.base).path is None or config.force:
+        return
+    losses = {}
+    for role, source in (("base", config.base), ("tuned", config.tuned)):
+        bound = start.open(source, head_from=config.base)
+        losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
+    if losses["tuned"] > losses["base"]:
+        raise IncompatibleCheckpoints(
+            f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "
+            f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
+            "--force (or --no-check) goes on all the same."
+        )
+
+
+def _check_words(config: TransportConfig) -> None:
+    MASKS[config.mask]
+    if config.method not in ("mask", "best"):
+        raise UsageError(f"no method called {config.method!r}; there are: mask, best.")
+    for name in ("alpha", "margin"):
+        value = getattr(config, name)
+        if value != "auto":
+            try:
+                float(value)
+            except ValueError:
+                raise UsageError(f"--{name} must be a number or 'auto', got {value!r}.") from None
+
+
+class _Transport:
+    """The steps of one transport, with what they share."""
+
+    def __init__(
+        self,
+        config: TransportConfig,
+        start: Setting,
+        shots: Shots,
+        checkpoints: dict[str, Checkpoint],
+        stage: Stage,
+    ) -> None:
+        self.config, self.start, self.shots, self.stage = config, start, shots, stage
+        self.checkpoints = checkpoints
+        self.bound = start.open(config.target)
+        self.names = name_map(self.bound.model, checkpoints["target"].names())
+        self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = list(shots.notes)
+
+    def run(self) -> TransportResult:
+        tau = self._timed("task vector", self._task_vector)
+        if self.config.method == "best":
+            return self._run_best(tau)
+        ballot = self._timed("votes", self._ballot)
+        choice = self._timed("scale", lambda: self._choose(tau, ballot))
+        moved = transport(tau, ballot, self.config.mask, margin=choice.margin, generator=self.config.seed)
+        votes = ballot if isinstance(ballot, SignVotes) else None
+        return self._finish(moved.update, votes, choice)
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        self.stage(name)
+        begin = time.perf_counter()
+        result = work()
+        self.seconds[name] = round(time.perf_counter() - begin, 3)
+        return result
+
+    def _task_vector(self) -> TaskVector:
+        """tau under the module's names, permuted to the target when asked for; heads and buffers stay out."""
+        before, after = self.checkpoints["base"], self.checkpoints["tuned"]
+        shared = [name for name in before.names() if name in after]
+        tau = TaskVector.between(_only(before, shared), _only(after, shared))
+        if self.config.align != "none":
+            tau = self._aligned(tau)
+        parameters = dict(self.bound.model.named_parameters())
+        named = self.names.to_module(tau)
+        return TaskVector({name: delta for name, delta in named.items() if name in parameters})
+
+    def _aligned(self, tau: TaskVector) -> TaskVector:
+        from gradfix.align import align
+
+        alignment = align(
+            self.checkpoints["base"].state(), self.checkpoints["target"].state(),
+            method=self.config.align, config=self.checkpoints["target"].path, seed=self.config.seed,
+        )  # fmt: skip
+        return TaskVector(alignment.apply(tau))
+
+    def _ballot(self) -> SignVotes | TaskVector | None:
+        """What the mask is shown: votes, the real reference for `magnitude`, or nothing."""
+        sees = MASKS[self.config.mask].sees
+        if sees in ("chance", "nothing"):
+            return None
+        if sees == "reference":
+            return -collect_gradient(self.bound.model, self.bound.loss, self.fewshot)
+        if self.config.votes is not None:
+            return self._votes_from_file(self.config.votes)
+        return self._vote(self.fewshot)
+
+    def _vote(self, batches: Sequence[Any]) -> SignVotes:
+        votes = collect_votes(
+            self.bound.model, self.bound.loss, batches,
+            vote=self.config.vote, engine=self.config.engine,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.notes.extend(note for note in votes.notes if note not in self.notes)
+        return votes
+
+    def _votes_from_file(self, path: str) -> SignVotes:
+        votes = SignVotes.load(path)
+        require_target(votes, self.checkpoints["target"])
+        if not set(votes) <= set(dict(self.bound.model.named_parameters())):
+            tensors = self.names.to_module(votes)
+            votes = SignVotes(tensors, votes.count, rule=votes.rule, target_hash=votes.target_hash)
+        return votes
+
+    def _choose(self, tau: TaskVector, ballot: SignVotes | TaskVector | None) -> Choice:
+        margins = self._margins()
+        if self.config.alpha != "auto" and len(margins) == 1:
+            return Choice(float(self.config.alpha), margins[0], None, "given")
+        if self.shots.validation is not None:
+            score, regime = self._validation_score(self.shots.validation), "validation"
+            search = [(m, self._search(self._update(tau, ballot, m), score)) for m in margins]
+        else:
+            regime = "few_shot"
+            search = self._search_by_folds(tau, margins)
+        margin, curve = max(search, key=lambda pair: pair[1].best_score)
+        self.notes.extend(curve.notes)
+        return Choice(curve.best, margin, curve, regime)
+
+    def _margins(self) -> tuple[float | None, ...]:
+        if MASKS[self.config.mask].sees != "votes":
+            return (None,)
+        return MARGINS if self.config.margin == "auto" else (float(self.config.margin),)
+
+    def _update(self, tau: TaskVector, ballot: SignVotes | TaskVector | None, margin: float | None) -> TaskVector:
+        return transport(tau, ballot, self.config.mask, margin=margin, generator=self.config.seed).update
+
+    def _search(self, update: TaskVector, score: Callable[[nn.Module], float]) -> ScaleCurve:
+        grid = None if self.config.alpha == "auto" else [float(self.config.alpha)]
+        return search_scale(self.bound.model, update, score, grid)
+
+    def _validation_score(self, rows: Sequence[Row]) -> Callable[[nn.Module], float]:
+        batches = list(self.bound.batches(rows, max(self.config.batch_size, 32)))
+        return lambda model: ranking(evaluate(model, self.bound, batches))
+
+    def _search_by_folds(
+        self, tau: TaskVector, margins: Sequence[float | None]
+    ) -> list[tuple[float | None, ScaleCurve]]:
+        """Votes of the other folds, loss on the held-out one: no example judges its own vote."""
+        rows = self.shots.fewshot
+        parts = [held for _, held in folds(rows, min(FOLDS, len(rows)), self.config.seed)]
+        cut = [list(self.bound.batches([rows[i] for i in part], self.config.batch_size)) for part in parts]
+        sees = MASKS[self.config.mask].sees
+        curves: dict[float | None, list[ScaleCurve]] = {margin: [] for margin in margins}
+        by_part = [self._vote(batches) for batches in cut] if sees in ("direction", "votes") else []
+        for index, held in enumerate(cut):
+            ballot: SignVotes | TaskVector | None = None
+            if by_part:
+                ballot = total([votes for other, votes in enumerate(by_part) if other != index])
+            elif sees == "reference":
+                rest = [batch for other, part in enumerate(cut) if other != index for batch in part]
+                ballot = -collect_gradient(self.bound.model, self.bound.loss, rest)
+            for margin in margins:
+                update = self._update(tau, ballot, margin)
+                score = lambda model, held=held: -mean_loss(model, self.bound.loss, held)  # noqa: E731
+                curves[margin].append(self._search(update, score))
+        return [(margin, average_curves(some)) for margin, some in curves.items()]
+
+    def _finish(self, update: TaskVector, votes: SignVotes | None, choice: Choice) -> TransportResult:
+        loss = lambda: mean_loss(self.bound.model, self.bound.loss, self.fewshot)  # noqa: E731
+        loss_before, before = loss(), self._test_score()
+        with dialled(self.bound.model, update) as dial:
+            dial.turn(choice.alpha)
+            loss_after, after = loss(), self._test_score()
+        measured = {
+            "labels_per_class": self.config.shots,
+            "labelled_examples": len(self.shots.fewshot),
+            "chosen_by": choice.regime,
+            "fewshot_loss_before": loss_before,
+            "fewshot_loss_after": loss_after,
+            "test_before": before,
+            "test_after": after,
+        }
+        report = None
+        if not self.config.dry_run:
+            report = self._timed("writing", lambda: self._write(update, votes, choice, measured))
+            self.notes.extend(report.notes)
+        return TransportResult(
+            Path(self.config.out), choice.alpha, choice.margin, choice.regime, report, choice.curve,
+            before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
+        )  # fmt: skip
+
+    def _test_score(self) -> dict[str, float] | None:
+        if not self.shots.test:
+            return None
+        return evaluate(self.bound.model, self.bound, self.bound.batches(self.shots.test, 32))
+
+    def _write(
+        self, update: TaskVector, votes: SignVotes | None, choice: Choice, measured: dict[str, Any]
+    ) -> StreamReport:
+        config = self.config
+        details = {"command": asdict(config), "measured": measured, "notes": self.notes}
+        common: dict[str, Any] = {
+            "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
+            "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self._extras(details),
+        }  # fmt: skip
+        if config.out_lora is not None:
+            return self._write_lora(update, choice)
+        streams = config.method == "mask" and config.align == "none" and MASKS[config.mask].sees != "reference"
+        if not streams:
+            return write_update(
+                self.names.to_disk({n: t.cpu() for n, t in update.items()}), alpha=choice.alpha,
+                inputs=self.checkpoints, **common,
+            )  # fmt: skip
+        ballot = on_disk(votes, self.bound, config.target) if votes is not None else None
+        return transport_checkpoint(
+            base=self.checkpoints["base"], tuned=self.checkpoints["tuned"], votes=ballot, mask=config.mask,
+            alpha=choice.alpha, margin=choice.margin, seed=config.seed, head=config.head, strict=config.strict,
+            **common,
+        )  # fmt: skip
+
+    def _extras(self, details: dict[str, Any]) -> Callable[[Path], None]:
+        def write(staging: Path) -> None:
+            self.bound.save_extras(staging)
+
+        return write
