@@ -37,7 +37,7 @@ class _OneKeyEach(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 raise UsageError(f"line {line}: a key must be a plain word.")
             if key in lines:
-                raise UsageError(f"line {line}: key {key!r} is there already, on line {lines[key]}. Keep one.")
+                raise UsageError(f"line {line}: key {key!r} is already on line {lines[key]}. Keep one.")
             lines[key] = line
         return super().construct_mapping(node, deep)
 
