@@ -160,11 +160,16 @@ def random_directions(seed: int, name: str, count: int) -> Iterator[Tensor]:
     if count == 0:
         yield torch.empty(0, dtype=torch.int8)
     for index, first in enumerate(range(0, count, CHUNK)):
-        key = hashlib.sha256(f"{seed}\0{name}\0{index}".encode()).digest()
-        coins = np.random.Generator(np.random.Philox(int.from_bytes(key[:16], "little")))
         size = min(CHUNK, count - first)
-        bits = np.unpackbits(np.frombuffer(coins.bytes((size + 7) // 8), dtype=np.uint8))[:size]
+        coins = chance(seed, name, index).bytes((size + 7) // 8)
+        bits = np.unpackbits(np.frombuffer(coins, dtype=np.uint8))[:size]
         yield torch.from_numpy(bits.astype(np.int8) * 2 - 1)
+
+
+def chance(seed: int, name: str, index: int) -> np.random.Generator:
+    """Randomness that belongs to one piece of one tensor, whatever was drawn before it."""
+    key = hashlib.sha256(f"{seed}\0{name}\0{index}".encode()).digest()
+    return np.random.Generator(np.random.Philox(int.from_bytes(key[:16], "little")))
 
 
 def random_like(tau: TaskVector, seed: int) -> TaskVector:
