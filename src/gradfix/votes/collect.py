@@ -19,12 +19,14 @@ from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
 from gradfix.taskvector import TaskVector
 from gradfix.votes.identity import probe_module
+from gradfix.votes.batched import batched
 from gradfix.votes.loop import Batch, Loss, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import SignVotes, Tally, dtype_for
 
 Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
 ENGINES: Registry[Engine] = Registry("engine")
 ENGINES.register("loop")(loop)
+ENGINES.register("batched")(batched)
 
 BAD_SAMPLE_SHARE = 0.01
 

@@ -1,0 +1,156 @@
+"""The batched engine: the votes of a whole micro-batch for about the price of one backward pass.
+
+One forward and one backward run as usual, except that no weight gradient is computed: each layer's rule turns the
+layer's inputs and output gradients into votes during the backward pass, sample by sample, and the per-sample
+gradient is never stored. Weights whose use no rule covers are voted on one sample at a time, with a note."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from gradfix.errors import DataError
+from gradfix.votes.layout import probes
+from gradfix.votes.loop import Batch, Loss, batch_size, samples, take
+from gradfix.votes.plan import Plan, PlanMismatch, leave_out, resolve
+from gradfix.votes.tally import Tally
+from gradfix.votes.trace import Probe, Votes, leaks, picked_rows
+
+PLANNING_SAMPLES = 3
+LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
+
+_PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    """Fold one micro-batch in one forward and one backward."""
+    count = batch_size(batch)
+    tally.reserve(count)
+    votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
+    if votes is None or losses is None:
+        _vote_one_by_one(model, loss, batch, tally, set(tally.parameters))
+        return
+    votes.replaying = True
+    with votes:
+        torch.autograd.grad(losses, [votes.anchor], torch.ones_like(losses), allow_unused=True)
+    votes.finish()
+    _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
+
+
+def _forward(
+    model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
+) -> tuple[Votes | None, Tensor | None]:
+    """A traced forward under a plan that fits; None where the loop is the better engine for this batch."""
+    plan = _known_plan(model, loss, batch)
+    whole = plan is not None and plan.ragged
+    if plan is None or whole:
+        plan = _make_plan(model, loss, batch, tally, whole)
+    for _ in range(3):
+        if _share(plan.left_out, tally) > LOOP_SHARE:
+            return None, None
+        try:
+            votes, losses = _trace(plan, model, loss, batch, tally, count)
+        except PlanMismatch:
+            plan = _make_plan(model, loss, batch, tally, whole=True)
+            continue
+        leaked, hidden = leaks(losses, {n: p for n, p in tally.parameters.items() if n not in plan.left_out})
+        if hidden:
+            return None, None
+        if not leaked:
+            return votes, losses
+        plan.left_out |= leaked
+        plan.steps = leave_out(plan.steps, plan.left_out)
+        _note(plan.left_out)
+    return None, None
+
+
+def _trace(
+    plan: Plan, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
+) -> tuple[Votes, Tensor]:
+    votes = Votes(plan, tally, batch, count, _device(tally))
+    with votes, torch.enable_grad():
+        losses = loss(model, batch)
+    if votes.position != len(plan.steps):
+        raise PlanMismatch("fewer operations than planned")
+    return votes, losses
+
+
+def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: bool) -> Plan:
+    """Find out, from a few samples, where each weight meets the samples and how they lie."""
+    small = batch if whole else take(batch, slice(0, PLANNING_SAMPLES))
+    count = batch_size(small)
+    probe = Probe(tally.parameters, small, _device(tally))
+    with probe, torch.enable_grad():
+        losses = loss(model, small)
+    if losses.shape != (count,):
+        raise DataError(
+            f"loss(model, batch) must return one loss per sample, shape ({count},); got {tuple(losses.shape)}."
+        )
+    for sample in probes(count):
+        probe.sample = sample
+        only = torch.zeros_like(losses)
+        only[sample] = 1
+        with probe:
+            torch.autograd.grad(losses, [probe.anchor], only, retain_graph=True, allow_unused=True)
+    plan = resolve(probe.operations, count, set())
+    if plan.flat:
+        picked = picked_rows(losses)
+        plan.ragged = any(
+            step.layout is not None and step.layout.rows > 1 and operation.node in picked
+            for step, operation in zip(plan.steps, probe.operations)
+        )
+    if plan.left_out:
+        _note(plan.left_out)
+    plans = _PLANS.setdefault(model, {})
+    for key in _keys(loss, batch)[: 1 if plan.flat else 2]:
+        plans[key] = plan
+    return plan
+
+
+def _known_plan(model: nn.Module, loss: Loss, batch: Batch) -> Plan | None:
+    plans = _PLANS.get(model, {})
+    return next((plans[key] for key in _keys(loss, batch) if key in plans), None)
+
+
+def _keys(loss: Loss, batch: Batch) -> list[Any]:
+    """Plans are kept for the exact shapes and, where lengths do not matter, for any length."""
+    code = getattr(loss, "__code__", None) or type(loss)
+    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+    training = torch.is_autocast_enabled()
+    exact = (code, training, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+    return [exact, (code, training, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
+
+
+def _vote_one_by_one(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, names: set[str]) -> None:
+    chosen = [(name, tally.parameters[name]) for name in sorted(names)]
+    if not chosen:
+        return
+    for sample in samples(batch):
+        with torch.enable_grad():
+            value = loss(model, sample).sum()
+        gradients = torch.autograd.grad(value, [p for _, p in chosen], allow_unused=True)
+        for (name, _), gradient in zip(chosen, gradients):
+            if gradient is not None:
+                tally[name].sub_(gradient.sign().to(tally[name].dtype))
+
+
+def _share(names: set[str], tally: Tally) -> float:
+    total = sum(p.numel() for p in tally.parameters.values())
+    return sum(tally.parameters[name].numel() for name in names) / max(total, 1)
+
+
+def _note(names: set[str]) -> None:
+    first = min(names)
+    warnings.warn(
+        f"no vote rule covers {len(names)} tensors, first {first!r}; they are voted on one sample at a time.",
+        stacklevel=2,
+    )
+
+
+def _device(tally: Tally) -> torch.device:
+    return next(iter(tally.parameters.values())).device

@@ -1,0 +1,164 @@
+"""Per-sample gradients that are never written down: how to add their signs to an integer buffer.
+
+A form holds what determines every sample's gradient of one tensor (say the inputs and output gradients
+of a layer). `fold` adds sum_n sign(-g_n) to a buffer; `accumulate` gives one sample's gradient, so that
+several uses of one parameter can be summed before the sign is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradfix.votes import kernels
+
+
+class Form(Protocol):
+    """All samples' gradients of one tensor."""
+
+    samples: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        """out += g_sample."""
+
+    def fold(self, votes: Tensor) -> None:
+        """votes += sum_n sign(-g_n)."""
+
+
+class Product:
+    """g_n = left_n^T right_n, summed over the tokens: every matrix product with a weight.
+
+    `left` is (samples, tokens, rows), `right` is (samples, tokens, columns)."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.dtype = torch.promote_types(left.dtype, right.dtype) if left.dtype != right.dtype else left.dtype
+        narrow = min((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
+        self.left, self.right = left.to(narrow), right.to(narrow)
+        self.dtype = narrow
+        self.samples, self.device = left.shape[0], left.device
+        self.shape = torch.Size((left.shape[2], right.shape[2]))
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        out += self.left[sample].T @ self.right[sample]
+
+    def fold(self, votes: Tensor) -> None:
+        if self.left.shape[1] == 1:
+            self._fold_single_token(votes)
+        elif not kernels.fold_product(self.left, self.right, votes):
+            self._fold_sample_by_sample(votes)
+
+    def _fold_single_token(self, votes: Tensor) -> None:
+        """The sign of an outer product is the outer product of signs: one product for all samples."""
+        left, right = self.left[:, 0].sign().float(), self.right[:, 0].sign().float()
+        votes.sub_((left.T @ right).to(votes.dtype))
+
+    def _fold_sample_by_sample(self, votes: Tensor) -> None:
+        gradient = self.left.new_empty(self.shape)
+        signs = torch.zeros_like(gradient, dtype=torch.float32 if self.samples > 256 else None)
+        for left, right in zip(self.left, self.right):
+            torch.mm(left.T, right, out=gradient)
+            signs.add_(gradient.sign_())
+        votes.sub_(signs.to(votes.dtype))
+
+
+class Rows:
+    """g_n adds row t of `values` to row index[n, t]: an embedding table."""
+
+    def __init__(self, index: Tensor, values: Tensor, rows: int) -> None:
+        self.index, self.values = index, values
+        self.samples, self.dtype, self.device = index.shape[0], values.dtype, values.device
+        self.shape = torch.Size((rows, values.shape[-1]))
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        out.index_add_(0, self.index[sample], self.values[sample].to(out.dtype))
+
+    def fold(self, votes: Tensor) -> None:
+        rows = self.shape[0]
+        owner = torch.arange(self.samples, device=self.device)[:, None]
+        keys, place = torch.unique(self.index + owner * rows, return_inverse=True)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        sums = torch.zeros(keys.numel(), self.shape[1], dtype=wide, device=self.device)
+        sums.index_add_(0, place.flatten(), self.values.flatten(0, 1).to(wide))
+        votes.index_add_(0, keys % rows, sums.sign_().to(votes.dtype), alpha=-1)
+
+
+class Dense:
+    """Every sample's gradient, written down: only for small tensors such as biases and norms."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.samples, self.shape = values.shape[0], values.shape[1:]
+        self.dtype, self.device = values.dtype, values.device
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        out += self.values[sample]
+
+    def fold(self, votes: Tensor) -> None:
+        votes.sub_(self.values.sign().sum(0, dtype=torch.int32).to(votes.dtype))
+
+
+class OneByOne:
+    """Gradients computed one sample at a time by a function of the sample's number."""
+
+    def __init__(self, gradient: Callable[[int], Tensor], samples: int, like: Tensor) -> None:
+        self.gradient, self.samples = gradient, samples
+        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        out += self.gradient(sample)
+
+    def fold(self, votes: Tensor) -> None:
+        for sample in range(self.samples):
+            votes.sub_(self.gradient(sample).sign_().to(votes.dtype))
+
+
+class Sum:
+    """Several uses of one parameter: their gradients are added before the sign is taken."""
+
+    def __init__(self, parts: Sequence[tuple[Form, Callable[[Tensor], Tensor]]], shape: torch.Size) -> None:
+        self.parts, self.shape = parts, shape
+        first = parts[0][0]
+        self.samples, self.device = first.samples, first.device
+        self.dtype = first.dtype
+        for form, _ in parts[1:]:
+            self.dtype = torch.promote_types(self.dtype, form.dtype)
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        for form, region in self.parts:
+            form.accumulate(sample, region(out))
+
+    def fold(self, votes: Tensor) -> None:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        gradient = torch.empty(self.shape, dtype=wide, device=self.device)
+        for sample in range(self.samples):
+            self.accumulate(sample, gradient.zero_())
+            votes.sub_(gradient.sign_().to(votes.dtype))
+
+
+def densify(form: Form) -> Dense:
+    """Write every sample's gradient down, to send it further back through a derived weight."""
+    if isinstance(form, Dense):
+        return form
+    values = torch.zeros(form.samples, *form.shape, dtype=form.dtype, device=form.device)
+    for sample in range(form.samples):
+        form.accumulate(sample, values[sample])
+    return Dense(values)
+
+
+def combine(parts: Sequence[tuple[Form, Callable[[Tensor], Tensor]]], shape: torch.Size) -> Form:
+    """One form for several uses that cover the same entries, the cheap way where there is one."""
+    forms = [form for form, _ in parts]
+    if all(isinstance(form, Product) for form in forms) and forms[0].shape == shape:
+        lefts, rights = [form.left for form in forms], [form.right for form in forms]  # type: ignore[attr-defined]
+        return Product(torch.cat(lefts, 1), torch.cat(rights, 1))
+    if all(isinstance(form, Rows) for form in forms):
+        index = torch.cat([form.index for form in forms], 1)  # type: ignore[attr-defined]
+        return Rows(index, torch.cat([form.values for form in forms], 1), shape[0])  # type: ignore[attr-defined]
+    if all(isinstance(form, Dense) for form in forms):
+        return Dense(sum(form.values for form in forms))  # type: ignore[attr-defined, misc]
+    return Sum(parts, shape)

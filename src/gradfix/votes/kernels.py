@@ -1,0 +1,2 @@
+"""stub"""
+def fold_product(left, right, votes): return False
