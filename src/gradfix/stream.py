@@ -101,7 +101,7 @@ def transport_checkpoint(
     need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
     with staged_folder(out, overwrite=overwrite, need_bytes=need) as staging:
         hashes = job.write(staging, plan, progress)
-        _copy_side_files(goal, staging)
+        copy_side_files(goal, staging)
         if extras is not None:
             extras(staging)
         report = job.report(out, plan, force)
@@ -241,7 +241,7 @@ class _Job:
         return info
 
     def write(self, staging: Path, plan: Plan, progress: Callable[[int], None] | None) -> dict[str, str]:
-        layout = _layout(self.target, plan, self.out_info, self.tuned)
+        layout = layout_of(self.target, plan, self.out_info, self.tuned)
         hashes: dict[str, str] = {}
         wanted = set(plan.transported)
         with self.hashes:
@@ -254,11 +254,7 @@ class _Job:
                             if progress is not None:
                                 progress(piece.numel() * piece.dtype.itemsize)
                     hashes[file] = writer.close()
-        if len(layout) > 1:
-            index = staging / "model.safetensors.index.json"
-            total = sum(self.out_info(n).nbytes for n in self.target.names())
-            weight_map = {name: file for file, names in layout.items() for name in names}
-            index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+        write_index(staging, layout, sum(self.out_info(n).nbytes for n in self.target.names()))
         return hashes
 
     def _pieces(self, name: str, transported: bool, plan: Plan) -> Iterator[Tensor]:
@@ -315,6 +311,7 @@ class _Job:
         base_square = sum(f.base_square for f in self.fates.values())
         ratio = (sum(f.tau_square for f in self.fates.values()) / base_square) ** 0.5 if base_square else 0.0
         notes = self._judge(nonzero, kept, survived, ratio, force)
+        notes += [note for source in (self.base, self.tuned, self.target) for note in source.notes]
         if self.abstained:
             notes.append(f"{len(self.abstained)} tensors have no votes (frozen or unused) and were left as they are")
         skipped = [name for name, what in plan.extra.items() if what == "skipped"]
@@ -472,7 +469,7 @@ def _wide(piece: Tensor) -> Tensor:
     return piece if piece.dtype is torch.float64 else piece.float()
 
 
-def _layout(
+def layout_of(
     target: Checkpoint, plan: Plan, info: Callable[..., TensorInfo], tuned: Checkpoint
 ) -> dict[str, list[str]]:
     """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder."""
@@ -497,13 +494,21 @@ def _layout(
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
 
 
+def write_index(staging: Path, layout: Mapping[str, list[str]], total: int) -> None:
+    """The shard index, where there is more than one shard."""
+    if len(layout) > 1:
+        weight_map = {name: file for file, names in layout.items() for name in names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
 def _weight_name(path: Path, shards: int) -> str:
     """Loaders look for model.safetensors; a lone file under another name is renamed to it."""
     known = ("model.safetensors", "open_clip_model.safetensors")
     return path.name if shards > 1 or path.name in known else "model.safetensors"
 
 
-def _copy_side_files(target: Checkpoint, staging: Path) -> None:
+def copy_side_files(target: Checkpoint, staging: Path) -> None:
     """Config, tokenizer and processor files of the target; never its weights, code or hidden files."""
     if target.path is None or not target.path.is_dir():
         return

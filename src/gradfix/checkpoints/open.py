@@ -42,6 +42,7 @@ class Checkpoint(ABC):
     """Named tensors that are read when asked for."""
 
     path: Path | None = None
+    notes: tuple[str, ...] = ()  # what a reader of the result should know about this input
 
     @abstractmethod
     def names(self) -> list[str]: ...
