@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"^(.*?(?:layers?|blocks?|resblocks|h|block)\.(\d+))(?:\.|$)
 def block_of(name: str) -> str:
     """The repeated block a tensor belongs to (`encoder.layer.3`), or its first name part."""
     match = _BLOCK.match(name)
-    return match.group(1) if match else name.split(".")[0]
+    return match.group(1) if match else name.split(".", maxsplit=1)[0]
 
 
 def sign_agreement(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:
@@ -59,7 +59,9 @@ def descent(
     gradient = collect_gradient(model, loss, batches)
     by_module = update if set(update) <= set(gradient) else update.renamed(_module_names(model))
     shared = [name for name in by_module if name in gradient]
-    slope = sum(float((gradient[n].double() * by_module[n].double().to(gradient[n].device)).sum()) for n in shared)
+    slope = sum(
+        float((gradient[n].double() * by_module[n].double().to(gradient[n].device)).sum()) for n in shared
+    )
     before = mean_loss(model, loss, batches)
     snapshot = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:

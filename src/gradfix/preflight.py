@@ -87,16 +87,20 @@ def plan_transport(
     _check_shapes(base, target, fixed)
     transported = floating(target, shared)
     copied = {name: "not a floating tensor" for name in shared if name not in set(transported)}
-    copied |= {name: "only in the target" for name in goal - before - after}
+    copied |= dict.fromkeys(goal - before - after, "only in the target")
     extra = _plan_extra(base, tuned, target, sorted(after - before), head)
     copied |= {name: "replaced by the fine-tune's head" for name in extra if name in goal}
     if strict and (extra or any(reason == "only in the target" for reason in copied.values())):
         odd = sorted([*extra, *(n for n, r in copied.items() if r == "only in the target")])
-        raise IncompatibleCheckpoints(f"--strict: {len(odd)} tensors are not shared by all three, first {odd[0]!r}.")
+        raise IncompatibleCheckpoints(
+            f"--strict: {len(odd)} tensors are not shared by all three, first {odd[0]!r}."
+        )
     return Plan(transported, copied, extra)
 
 
-def _plan_extra(base: Checkpoint, tuned: Checkpoint, target: Checkpoint, names: list[str], head: str) -> dict[str, str]:
+def _plan_extra(
+    base: Checkpoint, tuned: Checkpoint, target: Checkpoint, names: list[str], head: str
+) -> dict[str, str]:
     if not names:
         return {}
     if head == "error":

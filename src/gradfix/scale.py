@@ -41,7 +41,9 @@ class ScaleCurve:
     def _repr_html_(self) -> str:
         from gradfix.diagnostics import notebook_table
 
-        return notebook_table(repr(self), ("alpha", "score"), [(f"{a:g}", f"{s:.4g}") for a, s in self.points])
+        return notebook_table(
+            repr(self), ("alpha", "score"), [(f"{a:g}", f"{s:.4g}") for a, s in self.points]
+        )
 
 
 class Dial:
@@ -53,8 +55,12 @@ class Dial:
             update = name_map(model, update).to_module(update)
         strangers = sorted(set(update) - set(parameters))
         if strangers:
-            raise UsageError(f"the update has {len(strangers)} tensors that the model lacks, first {strangers[0]!r}.")
-        self._parts = [(parameters[name], parameters[name].detach().clone(), delta) for name, delta in update.items()]
+            raise UsageError(
+                f"the update has {len(strangers)} tensors that the model lacks, first {strangers[0]!r}."
+            )
+        self._parts = [
+            (parameters[name], parameters[name].detach().clone(), delta) for name, delta in update.items()
+        ]
 
     @torch.no_grad()
     def turn(self, alpha: float) -> None:
@@ -111,7 +117,9 @@ def search_scale(
         raise UnsafeResult("no alpha gives a finite score; the update or the model is not finite.")
     notes: list[str] = []
     if widened:
-        notes.append(f"the best alpha lay at the edge of 0.1..1, so the grid was widened to {points[-1][0]:g}")
+        notes.append(
+            f"the best alpha lay at the edge of 0.1..1, so the grid was widened to {points[-1][0]:g}"
+        )
     if best == points[-1][0] and best > 0:
         notes.append(f"the best alpha {best:g} is the largest one tried: a wider grid may do better")
     if best == 0:

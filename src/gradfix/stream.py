@@ -5,9 +5,7 @@ shards, names, dtypes, config and tokenizer files, and a manifest with the fate 
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,9 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import CHUNK, Checkpoint, SafetensorsCheckpoint, Source, open_checkpoint, raw_bytes
+from gradfix.checkpoints.folder import copy_side_files, layout_of, target_fingerprint, versions, write_index
+from gradfix.checkpoints.open import (
+    CHUNK,
+    Checkpoint,
+    SafetensorsCheckpoint,
+    Source,
+    open_checkpoint,
+    raw_bytes,
+)
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, sha256_file
-from gradfix.checkpoints.write import SafetensorsWriter, refuse_inside, staged_folder, torch_dtype, write_manifest
+from gradfix.checkpoints.write import (
+    SafetensorsWriter,
+    refuse_inside,
+    staged_folder,
+    torch_dtype,
+    write_manifest,
+)
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.masks import MASKS, Mask
 from gradfix.preflight import Plan, plan_transport
@@ -27,7 +39,6 @@ from gradfix.transported import mask_options, mask_piece, random_directions, sha
 from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes, votes_metadata
 
-SHARD_BYTES = 5 * 2**30
 MAX_NORM_RATIO = 0.5
 LEAST_KEPT = 0.01
 
@@ -97,7 +108,9 @@ def transport_checkpoint(
     refuse_inside(out, [c.path for c in (before, after, goal) if c.path is not None])
     plan = plan_transport(before, after, goal, head=head, strict=strict)
     ballot = _Ballot(votes, mask, margin, seed, plan, goal)
-    job = _Job(before, after, goal, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype)
+    job = _Job(
+        before, after, goal, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    )
     need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
     with staged_folder(out, overwrite=overwrite, need_bytes=need) as staging:
         hashes = job.write(staging, plan, progress)
@@ -138,7 +151,14 @@ def write_update(
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest."""
     delta = open_checkpoint(dict(update))
     return transport_checkpoint(
-        base=_Zeros(delta), tuned=delta, target=target, out=out, mask="none", alpha=alpha, inputs=inputs, **options
+        base=_Zeros(delta),
+        tuned=delta,
+        target=target,
+        out=out,
+        mask="none",
+        alpha=alpha,
+        inputs=inputs,
+        **options,
     )
 
 
@@ -159,7 +179,9 @@ class _Ballot:
         self.source: Checkpoint | None = None
         self.count, self.target_hash = 0, None
         if self.rule.sees == "reference":
-            raise UsageError("mask 'magnitude' needs gradients, which are not kept in votes files; use transport().")
+            raise UsageError(
+                "mask 'magnitude' needs gradients, which are not kept in votes files; use transport()."
+            )
         if self.rule.sees in ("chance", "nothing"):
             if self.rule.sees == "chance" and seed is None:
                 raise UsageError("the random masks need a seed.")
@@ -202,7 +224,9 @@ class _Ballot:
 
     def pieces(self, name: str, count: int) -> Iterator[Tensor]:
         if self.rule.sees == "nothing":
-            return (torch.zeros(min(CHUNK, count - first), dtype=torch.int8) for first in range(0, count, CHUNK))
+            return (
+                torch.zeros(min(CHUNK, count - first), dtype=torch.int8) for first in range(0, count, CHUNK)
+            )
         if self.source is None:
             return random_directions(self.seed or 0, name, count)
         return self.source.chunks(name, CHUNK)
@@ -213,7 +237,9 @@ def _renamed_file(file: SafetensorsFile, disk_names: Mapping[str, str], known: s
     checkpoint = SafetensorsCheckpoint(file.path, [file])
     if set(checkpoint.names()) <= known:
         return checkpoint
-    return open_checkpoint({disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries})
+    return open_checkpoint(
+        {disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries}
+    )
 
 
 class _Job:
@@ -246,7 +272,10 @@ class _Job:
         wanted = set(plan.transported)
         with self.hashes:
             for file, names in layout.items():
-                infos = {n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None) for n in names}
+                infos = {
+                    n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None)
+                    for n in names
+                }
                 with SafetensorsWriter(staging / file, infos, {"format": "pt"}) as writer:
                     for name in names:
                         for piece in self._pieces(name, name in wanted, plan):
@@ -291,7 +320,9 @@ class _Job:
                 self._blame(name, base, tuned, target)
             yield moved
 
-    def _count(self, fate: Fate, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor) -> None:
+    def _count(
+        self, fate: Fate, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor
+    ) -> None:
         fate.nonzero += int(delta.count_nonzero())
         fate.kept += int(masked.count_nonzero())
         fate.survived += int((moved != target).count_nonzero())
@@ -301,8 +332,12 @@ class _Job:
     def _blame(self, name: str, base: Tensor, tuned: Tensor, target: Tensor) -> None:
         for checkpoint, piece in ((self.base, base), (self.tuned, tuned), (self.target, target)):
             if not bool(torch.isfinite(piece).all()):
-                raise CorruptInput(f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it.")
-        raise UnsafeResult(f"tensor {name!r} overflows {self.out_info(name).dtype} after the move; use --dtype fp32.")
+                raise CorruptInput(
+                    f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
+                )
+        raise UnsafeResult(
+            f"tensor {name!r} overflows {self.out_info(name).dtype} after the move; use --dtype fp32."
+        )
 
     def report(self, out: Path, plan: Plan, force: bool) -> StreamReport:
         nonzero = sum(f.nonzero for f in self.fates.values())
@@ -313,16 +348,23 @@ class _Job:
         notes = self._judge(nonzero, kept, survived, ratio, force)
         notes += [note for source in (self.base, self.tuned, self.target) for note in source.notes]
         if self.abstained:
-            notes.append(f"{len(self.abstained)} tensors have no votes (frozen or unused) and were left as they are")
+            notes.append(
+                f"{len(self.abstained)} tensors have no votes (frozen or unused) and were left as they are"
+            )
         skipped = [name for name, what in plan.extra.items() if what == "skipped"]
         tensors: dict[str, Any] = {name: fate.as_json() for name, fate in self.fates.items()}
         tensors |= {name: {"fate": "copied", "reason": reason} for name, reason in plan.copied.items()}
         tensors |= {name: {"fate": "copied", "reason": "no votes"} for name in self.abstained}
         tensors |= {
-            name: {"fate": "copied", "reason": "alpha is 0"} for name in plan.transported if name not in tensors
+            name: {"fate": "copied", "reason": "alpha is 0"}
+            for name in plan.transported
+            if name not in tensors
         }
         tensors |= {
-            name: {"fate": "skipped" if name in skipped else "copied", "reason": f"head of the fine-tune, {what}"}
+            name: {
+                "fate": "skipped" if name in skipped else "copied",
+                "reason": f"head of the fine-tune, {what}",
+            }
             for name, what in plan.extra.items()
         }
         transported = sum(entry["fate"] == "transported" for entry in tensors.values())
@@ -360,7 +402,8 @@ class _Job:
         self, report: StreamReport, roles: Mapping[str, Checkpoint], details: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         inputs = {
-            role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)} for role, checkpoint in roles.items()
+            role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)}
+            for role, checkpoint in roles.items()
         }
         votes = {"count": self.ballot.count, "target_hash": self.ballot.target_hash}
         target_hash = self.ballot.target_hash
@@ -395,30 +438,6 @@ class _Job:
             "details": dict(details or {}),
             "tensors": report.tensors,
         }
-
-
-def target_fingerprint(target: Checkpoint, files: Mapping[str, str] | None = None) -> str:
-    """The identity votes are tied to: file hashes for checkpoints on disk, content for those in memory."""
-    if not target.files:
-        return target.fingerprint()
-    hashes = files or {path.name: sha256_file(path) for path in target.files}
-    return "files:" + "+".join(hashes[name][:32] for name in sorted(hashes))
-
-
-def versions() -> dict[str, Any]:
-    """What the bits of a result depend on besides its inputs."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    from gradfix._version import __version__
-
-    found = {"gradfix": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "safetensors", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return {"versions": found, "machine": {"arch": platform.machine(), "threads": torch.get_num_threads()}}
 
 
 class _InputHashes:
@@ -467,53 +486,3 @@ class _InputHashes:
 
 def _wide(piece: Tensor) -> Tensor:
     return piece if piece.dtype is torch.float64 else piece.float()
-
-
-def layout_of(
-    target: Checkpoint, plan: Plan, info: Callable[..., TensorInfo], tuned: Checkpoint
-) -> dict[str, list[str]]:
-    """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder."""
-    added = [name for name, what in plan.extra.items() if what.startswith("copied") and name not in set(target.names())]
-    if isinstance(target, SafetensorsCheckpoint):
-        layout = {_weight_name(shard.path, len(target.shards)): shard.names_in_file_order() for shard in target.shards}
-        last = list(layout)[-1]
-        layout[last] = [*layout[last], *added]
-        return layout
-    names = sorted(target.names(), key=lambda n: (-target.info(n).dtype.itemsize, n))
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name in [*names, *added]:
-        bytes_ = info(name, tuned if name in added else None).nbytes
-        if shards[-1] and size + bytes_ > SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += bytes_
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
-
-
-def write_index(staging: Path, layout: Mapping[str, list[str]], total: int) -> None:
-    """The shard index, where there is more than one shard."""
-    if len(layout) > 1:
-        weight_map = {name: file for file, names in layout.items() for name in names}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
-        (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-
-
-def _weight_name(path: Path, shards: int) -> str:
-    """Loaders look for model.safetensors; a lone file under another name is renamed to it."""
-    known = ("model.safetensors", "open_clip_model.safetensors")
-    return path.name if shards > 1 or path.name in known else "model.safetensors"
-
-
-def copy_side_files(target: Checkpoint, staging: Path) -> None:
-    """Config, tokenizer and processor files of the target; never its weights, code or hidden files."""
-    if target.path is None or not target.path.is_dir():
-        return
-    weights = {path.name for path in target.files}
-    for path in sorted(target.path.iterdir()):
-        skip = path.name in weights or path.name.endswith((".index.json", ".safetensors", ".bin", ".pt", ".h5", ".msgpack", ".onnx", ".py"))  # fmt: skip
-        if path.is_file() and not skip and not path.name.startswith(".") and path.name not in ("gradfix.json", "README.md"):
-            shutil.copyfile(path, staging / path.name)

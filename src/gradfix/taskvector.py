@@ -108,7 +108,9 @@ class TaskVector(Mapping[str, Tensor]):
     def save(self, path: str | os.PathLike[str]) -> None:
         from gradfix.checkpoints.write import save_tensors
 
-        save_tensors(Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.taskvector"})
+        save_tensors(
+            Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.taskvector"}
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TaskVector:

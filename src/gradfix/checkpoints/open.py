@@ -206,7 +206,11 @@ def resolve(source: str | os.PathLike[str]) -> Path:
 
     repo, _, revision = text.partition("@")
     try:
-        return Path(snapshot_download(repo, revision=revision or None, ignore_patterns=["*.msgpack", "*.h5", "*.onnx"]))
+        return Path(
+            snapshot_download(
+                repo, revision=revision or None, ignore_patterns=["*.msgpack", "*.h5", "*.onnx"]
+            )
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, ValueError) as error:
         raise CorruptInput(
             f"{text} is no local path, and the hub did not deliver it ({type(error).__name__}). "
@@ -226,7 +230,9 @@ def _from_mapping(tensors: Mapping[str, Any], path: Path | None) -> MemoryCheckp
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CorruptInput(f"{where}: entry {name!r} is {type(value).__name__}, not a tensor.")
         if value.layout is not torch.strided or value.is_quantized:
-            raise CorruptInput(f"{where}: tensor {name!r} is sparse or quantised; gradfix needs dense weights.")
+            raise CorruptInput(
+                f"{where}: tensor {name!r} is sparse or quantised; gradfix needs dense weights."
+            )
     return MemoryCheckpoint(tensors, path)
 
 
@@ -248,8 +254,12 @@ def _from_folder(folder: Path, base: Source | Checkpoint | None) -> Checkpoint:
     if len(found) == 1:
         return _from_file(found[0], folder)
     if not found:
-        raise CorruptInput(f"{folder} holds no weights: expected model.safetensors or pytorch_model.bin in it.")
-    raise CorruptInput(f"{folder} holds {len(found)} weight files and no index; give one of them, e.g. {found[0]}.")
+        raise CorruptInput(
+            f"{folder} holds no weights: expected model.safetensors or pytorch_model.bin in it."
+        )
+    raise CorruptInput(
+        f"{folder} holds {len(found)} weight files and no index; give one of them, e.g. {found[0]}."
+    )
 
 
 def _from_index(folder: Path, index: Path) -> Checkpoint:
@@ -270,7 +280,9 @@ def _from_index(folder: Path, index: Path) -> Checkpoint:
             _check_shard(index, file, wanted, set(loaded))
             tensors.update(loaded)
     if shards and tensors:
-        raise CorruptInput(f"{index} mixes safetensors and pickled shards; convert the folder to one of them.")
+        raise CorruptInput(
+            f"{index} mixes safetensors and pickled shards; convert the folder to one of them."
+        )
     if shards:
         return SafetensorsCheckpoint(folder, shards)
     return _from_mapping(tensors, folder)

@@ -86,7 +86,9 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
     if out.is_file():
         raise OutputError(f"{out} is a file; give a folder as --out.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise OutputError(f"{out} exists and is not empty. Choose another --out, or pass --overwrite to replace it.")
+        raise OutputError(
+            f"{out} exists and is not empty. Choose another --out, or pass --overwrite to replace it."
+        )
 
 
 def refuse_inside(out: Path, inputs: Sequence[Path]) -> None:
@@ -100,7 +102,9 @@ def refuse_inside(out: Path, inputs: Sequence[Path]) -> None:
             _identity(parent) for parent in Path(os.path.realpath(path)).parents
         }
         if own & ancestors or inside_out:
-            raise OutputError(f"output {out} is or overlaps the input {path}; inputs are never modified. Choose another --out.")
+            raise OutputError(
+                f"output {out} is or overlaps the input {path}; inputs are never modified. Choose another --out."
+            )
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -122,7 +126,9 @@ def _locked(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Locked(f"another gradfix process is writing {out}. Wait for it, or choose another --out.") from None
+            raise Locked(
+                f"another gradfix process is writing {out}. Wait for it, or choose another --out."
+            ) from None
         yield
         lock.unlink(missing_ok=True)
     finally:
@@ -177,7 +183,9 @@ def _fsync_folder(folder: Path) -> None:
 class SafetensorsWriter:
     """One safetensors file, written tensor by tensor in pieces; the sha256 comes with it."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         offset = 0
@@ -210,7 +218,9 @@ class SafetensorsWriter:
     def close(self) -> str:
         """Flush to disk and return the sha256."""
         if self._written != self._expected:
-            raise UnsafeResult(f"{self.path.name}: wrote {self._written} bytes of {self._expected}; this is a bug.")
+            raise UnsafeResult(
+                f"{self.path.name}: wrote {self._written} bytes of {self._expected}; this is a bug."
+            )
         os.fsync(self._file.fileno())
         self._file.close()
         return self._digest.hexdigest()
@@ -291,11 +301,15 @@ def verify(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if not path.is_file():
             raise CorruptInput(f"{path} is missing; the manifest lists it.")
         if sha256_file(path) != expected:
-            raise CorruptInput(f"{path} has changed since it was written: its sha256 does not match the manifest.")
+            raise CorruptInput(
+                f"{path} has changed since it was written: its sha256 does not match the manifest."
+            )
     for path in sorted(home.rglob("*")):
         relative = path.relative_to(home).as_posix()
         if path.is_file() and path.name.endswith(WEIGHT_SUFFIXES) and relative not in content["outputs"]:
-            raise CorruptInput(f"{path} is not in the manifest: weights were added after the folder was written.")
+            raise CorruptInput(
+                f"{path} is not in the manifest: weights were added after the folder was written."
+            )
     return content
 
 

@@ -18,8 +18,8 @@ from gradfix.checkpoints.names import name_map
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
 from gradfix.taskvector import TaskVector
-from gradfix.votes.identity import probe_module
 from gradfix.votes.batched import batched
+from gradfix.votes.identity import probe_module
 from gradfix.votes.loop import Batch, Loss, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import SignVotes, Tally, dtype_for
 
@@ -83,7 +83,9 @@ def _run(
         bad += len(skipped)
         notes.extend(skipped)
         if bad > BAD_SAMPLE_SHARE * max(seen, 1) and bad:
-            raise DataError(f"{bad} of {seen} samples give a loss that is not finite, first {skipped or notes}.")
+            raise DataError(
+                f"{bad} of {seen} samples give a loss that is not finite, first {skipped or notes}."
+            )
         if good is not None:
             if fold is None:
                 fold, note = choose_engine(engine, model, loss, good, tally)
@@ -106,7 +108,9 @@ def choose_engine(
     return choose(model, loss, batch, tally)
 
 
-def finite_samples(model: nn.Module, loss: Loss, batch: Batch, *, first: int) -> tuple[Batch | None, list[str]]:
+def finite_samples(
+    model: nn.Module, loss: Loss, batch: Batch, *, first: int
+) -> tuple[Batch | None, list[str]]:
     """Leave out samples whose loss is NaN or Inf: the sign of NaN is 0, so they would vote in silence."""
     with torch.no_grad():
         losses = loss(model, batch)
@@ -127,7 +131,8 @@ def collect_gradient(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> 
     """The mean gradient over all samples, in float32 or better; the real-valued reference of `magnitude`."""
     parameters = voting_parameters(model)
     sums = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in parameters.items()
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in parameters.items()
     }
     count = 0
 
@@ -197,7 +202,9 @@ def _refuse_silence(tally: Tally) -> None:
             "do its parameters require gradients?"
         )
     if silent:
-        warnings.warn(f"{len(silent)} tensors abstained (frozen or unused), first {silent[0]!r}.", stacklevel=3)
+        warnings.warn(
+            f"{len(silent)} tensors abstained (frozen or unused), first {silent[0]!r}.", stacklevel=3
+        )
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -23,7 +23,9 @@ from gradfix.votes.tally import Tally
 SAVE_EVERY_SECONDS = 10.0
 
 
-def resumable(path: Path, tally: Tally, batches: Iterable[Batch], every: float = SAVE_EVERY_SECONDS) -> Iterator[Batch]:
+def resumable(
+    path: Path, tally: Tally, batches: Iterable[Batch], every: float = SAVE_EVERY_SECONDS
+) -> Iterator[Batch]:
     """Yield the batches that are not yet counted, saving the tally between them."""
     model_key = _weights_key(tally)
     chain = hashlib.sha256(model_key.encode())
@@ -48,7 +50,13 @@ def resumable(path: Path, tally: Tally, batches: Iterable[Batch], every: float =
 
 
 def _save(path: Path, tally: Tally, key: str, done: int, chain: str) -> None:
-    metadata = {"format": "gradfix.partial", "count": str(tally.count), "batches": str(done), "chain": chain, "key": key}
+    metadata = {
+        "format": "gradfix.partial",
+        "count": str(tally.count),
+        "batches": str(done),
+        "chain": chain,
+        "key": key,
+    }
     save_tensors(path, {name: buffer.cpu().contiguous() for name, buffer in tally.items()}, metadata)
 
 

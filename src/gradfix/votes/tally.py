@@ -90,7 +90,12 @@ class SignVotes(Mapping[str, Tensor]):
     def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
         tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
         return SignVotes(
-            tensors, self.count, rule=self.rule, target_hash=self.target_hash, probe=self.probe, notes=self.notes
+            tensors,
+            self.count,
+            rule=self.rule,
+            target_hash=self.target_hash,
+            probe=self.probe,
+            notes=self.notes,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -121,7 +126,12 @@ class SignVotes(Mapping[str, Tensor]):
         from gradfix.diagnostics import notebook_table
 
         rows = [
-            (name, "x".join(map(str, t.shape)), f"{float((t == 0).float().mean()):.1%}", f"{int(t.abs().max())}")
+            (
+                name,
+                "x".join(map(str, t.shape)),
+                f"{float((t == 0).float().mean()):.1%}",
+                f"{int(t.abs().max())}",
+            )
             for name, t in list(self.items())[:12]
             if t.numel()
         ]

@@ -18,7 +18,9 @@ def option(help: str, default: Any = None, *, required: bool = False, positional
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    data: str = option("File, folder with train/validation/test files, image folder or hub dataset.", required=True)
+    data: str = option(
+        "File, folder with train/validation/test files, image folder or hub dataset.", required=True
+    )
     task: str = option("zero-shot, classification, seq2seq or causal.", required=True)
     label_column: str | None = option("Column that holds the label.")
     text_column: tuple[str, ...] = option("Column(s) that hold the text.", ())
@@ -29,7 +31,9 @@ class DataOptions:
     batch_size: int = option("Samples per pass; affects speed, not the votes.", 16)
     dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
     device: str | None = option("cpu, cuda, cuda:1 ...; the best there is by default.")
-    trust_remote_code: bool = option("Allow model code from the checkpoint to run. Off unless you read it.", False)
+    trust_remote_code: bool = option(
+        "Allow model code from the checkpoint to run. Off unless you read it.", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,9 @@ class EvaluateConfig(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    checkpoints: tuple[str, ...] = option("Two or three checkpoints: base, tuned [, target].", (), positional=True)
+    checkpoints: tuple[str, ...] = option(
+        "Two or three checkpoints: base, tuned [, target].", (), positional=True
+    )
     names: bool = option("List every tensor.", False)
 
 
@@ -118,7 +124,9 @@ class CompareConfig(DataOptions):
     tuned: str = option("Your fine-tune of the old base.", required=True)
     target: str = option("The new base model.", required=True)
     target_tuned: str | None = option("A full fine-tune of the target, for the oracle and the upper line.")
-    finetune_target: bool = option("Fine-tune the target on the train split when no --target-tuned is given.", False)
+    finetune_target: bool = option(
+        "Fine-tune the target on the train split when no --target-tuned is given.", False
+    )
     finetune_steps: int = option("Steps of that fine-tune.", 400)
     shots: tuple[int, ...] = option("Labelled examples per class, one or more budgets.", (5,))
     seeds: tuple[int, ...] = option("Seeds.", (0,))

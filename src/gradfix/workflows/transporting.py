@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
 from gradfix.checkpoints.write import refuse_inside
@@ -22,7 +23,7 @@ from gradfix.masks import MASKS
 from gradfix.preflight import plan_transport
 from gradfix.scale import ScaleCurve, average_curves, dialled, search_scale
 from gradfix.scoring import evaluate
-from gradfix.stream import StreamReport, target_fingerprint, transport_checkpoint, write_update
+from gradfix.stream import StreamReport, transport_checkpoint, write_update
 from gradfix.taskvector import TaskVector
 from gradfix.transported import transport
 from gradfix.votes.collect import collect_gradient, collect_votes
@@ -117,7 +118,9 @@ def require_target(votes: SignVotes, target: Checkpoint) -> None:
     """Votes belong to one target: refuse them on another, by probe or by hash."""
     check_probe(votes.probe, target)
     if votes.target_hash is not None and votes.target_hash != target_fingerprint(target):
-        raise IncompatibleCheckpoints(f"the votes were taken on other weights than {target}. Vote again on this target.")
+        raise IncompatibleCheckpoints(
+            f"the votes were taken on other weights than {target}. Vote again on this target."
+        )
 
 
 def _only(checkpoint: Checkpoint, names: list[str]) -> Checkpoint:
@@ -255,7 +258,9 @@ class _Transport:
             return (None,)
         return MARGINS if self.config.margin == "auto" else (float(self.config.margin),)
 
-    def _update(self, tau: TaskVector, ballot: SignVotes | TaskVector | None, margin: float | None) -> TaskVector:
+    def _update(
+        self, tau: TaskVector, ballot: SignVotes | TaskVector | None, margin: float | None
+    ) -> TaskVector:
         return transport(tau, ballot, self.config.mask, margin=margin, generator=self.config.seed).update
 
     def _search(self, update: TaskVector, score: Callable[[nn.Module], float]) -> ScaleCurve:
@@ -329,7 +334,9 @@ class _Transport:
         }  # fmt: skip
         if config.out_lora is not None:
             return self._write_lora(update, choice)
-        streams = config.method == "mask" and config.align == "none" and MASKS[config.mask].sees != "reference"
+        streams = (
+            config.method == "mask" and config.align == "none" and MASKS[config.mask].sees != "reference"
+        )
         if not streams:
             return write_update(
                 self.names.to_disk({n: t.cpu() for n, t in update.items()}), alpha=choice.alpha,

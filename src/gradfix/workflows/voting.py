@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.stream import target_fingerprint
 from gradfix.tasks.base import Bound
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes

@@ -1,0 +1,176 @@
+"""Which tensor on disk an adapted layer belongs to.
+
+Adapters speak the module names of the transformers release they were trained with. Those are the on-disk
+names of most models; where they differ, or stand under another prefix, the model class itself is asked,
+built without weights. A name that fits two tensors is an error, never a guess."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradfix.checkpoints.names import NameMap, name_map
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.errors import IncompatibleCheckpoints
+
+CONV1D_FAMILIES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp", "clvp_decoder")
+WEIGHT_NAMES = (".weight", ".in_proj_weight")  # the second: torch's fused attention
+
+Rename = Callable[[str], str | None]
+
+
+def layer_names(base: Checkpoint, folder: Path, layers: list[str], full: list[str]) -> dict[str, str]:
+    """On-disk names for adapted layers (module paths) and for tensors stored in full (tensor names).
+
+    A full tensor that the base lacks is a new head and keeps its name; an adapted layer must be in the base."""
+    known = set(base.names())
+    rename = _plain(layers or full, known) or _by_class(base, layers, known)
+    if rename is None:
+        raise IncompatibleCheckpoints(_complaint(base, folder, layers, known))
+    places = {layer: rename(layer) or "" for layer in layers}
+    return places | {name: _full_name(rename, name) for name in full}
+
+
+def _full_name(rename: Rename, name: str) -> str:
+    stem, _, leaf = name.rpartition(".")
+    found = rename(stem) if leaf in ("weight", "in_proj_weight") else None
+    return found or rename(name) or name
+
+
+def _plain(layers: list[str], known: set[str]) -> Rename | None:
+    """The names as they are, or under the one prefix that finds them all."""
+    found = {}
+    for change in _prefix_changes(layers, known):
+        rename = functools.partial(_look_up, change=change, known=known)
+        places = tuple(rename(layer) for layer in layers)
+        if None not in places and places not in found:
+            found[places] = rename
+            if change == ("", ""):
+                return rename
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _look_up(name: str, change: tuple[str, str], known: set[str]) -> str | None:
+    remove, add = change
+    if not name.startswith(remove):
+        return None
+    stem = add + name.removeprefix(remove)
+    return next((full for full in (stem, *(stem + leaf for leaf in WEIGHT_NAMES)) if full in known), None)
+
+
+def _prefix_changes(layers: list[str], known: set[str]) -> list[tuple[str, str]]:
+    """Prefixes to remove and to add; the empty change comes first."""
+    changes = [("", "")]
+    if not layers:
+        return changes
+    first = layers[0]
+    changes += sorted({("", name[: -len(first + leaf)]) for leaf in WEIGHT_NAMES for name in known if name.endswith("." + first + leaf)})  # fmt: skip
+    parts = first.split(".")
+    return changes + [(".".join(parts[:cut]) + ".", "") for cut in range(1, len(parts))]
+
+
+def _by_class(base: Checkpoint, layers: list[str], known: set[str]) -> Rename | None:
+    """Through the base's model class: module names, then the names its files have."""
+    model = empty_model(base)
+    if model is None:
+        return None
+    names: NameMap = name_map(model, known)
+    on_disk = {module: disk for module, disk in names.renamed.items() if disk in known}
+    inner = _plain(layers, set(on_disk))
+    if inner is None:
+        return None
+
+    def rename(name: str) -> str | None:
+        found = inner(name)
+        return None if found is None else on_disk[found]
+
+    return rename
+
+
+def _complaint(base: Checkpoint, folder: Path, layers: list[str], known: set[str]) -> str:
+    for layer in layers:
+        fits = sorted(
+            name for name in known if any(name.endswith("." + layer + leaf) for leaf in WEIGHT_NAMES)
+        )
+        if len(fits) > 1 and layer + ".weight" not in known:
+            return (
+                f"{folder} adapts layer {layer!r}, which could be {fits[0]!r} or {fits[1]!r} of {base}. "
+                "Give the base as the folder the adapter was trained on, with its config.json."
+            )
+    lost = next(
+        (layer for layer in layers if not any(layer + leaf in known for leaf in WEIGHT_NAMES)), layers[0]
+    )
+    return (
+        f"{folder} adapts layer {lost!r}, which {base} does not have. Is --base the model the adapter was trained "
+        "on? A layer tied to another one and a stacked expert have no tensor of their own: merge such adapters first."
+    )
+
+
+def base_config(base: Checkpoint) -> dict[str, Any]:
+    """config.json beside the base's weights, or nothing."""
+    if base.path is None:
+        return {}
+    folder = base.path if base.path.is_dir() else base.path.parent
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return dict(config) if isinstance(config, dict) else {}
+
+
+def empty_model(base: Checkpoint) -> nn.Module | None:
+    """The base's transformers class on the meta device: names and layer types, no weights, no foreign code."""
+    module = getattr(base, "module", None)
+    if module is not None:
+        return module  # type: ignore[no-any-return]
+    config = base_config(base)
+    kinds = config.get("architectures") or []
+    if not kinds or base.path is None:
+        return None
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
+    import transformers
+
+    kind = getattr(transformers, str(kinds[0]), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return None
+    folder = base.path if base.path.is_dir() else base.path.parent
+    try:
+        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return kind(settings)
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError):
+        return None
+
+
+def conv1d_layers(base: Checkpoint, adapter: Mapping[str, Any]) -> Callable[[str], bool | None]:
+    """Does a tensor belong to a layer that stores its weight transposed? None when nobody knows.
+
+    Only a square weight needs this: for others the shapes tell. The adapter's own flag is one for all
+    layers, and peft overrides it layer by layer, so the class is asked where such layers exist."""
+    if base_config(base).get("model_type") not in CONV1D_FAMILIES and not adapter.get("fan_in_fan_out"):
+        return lambda name: False if base_config(base) else None
+
+    @functools.cache
+    def turned() -> set[str] | None:
+        model = empty_model(base)
+        if model is None:
+            return None
+        from transformers.pytorch_utils import Conv1D
+
+        stems = [name + ".weight" for name, layer in model.named_modules() if isinstance(layer, Conv1D)]
+        disk = name_map(model, base.names()).renamed
+        return {disk[name] for name in stems}
+
+    def ask(name: str) -> bool | None:
+        found = turned()
+        return None if found is None else name in found
+
+    return ask

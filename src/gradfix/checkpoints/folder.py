@@ -1,0 +1,108 @@
+"""The parts of a checkpoint folder around its tensors: identity, shard layout, index, side files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradfix._version import __version__
+from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.safetensors_file import TensorInfo, sha256_file
+from gradfix.preflight import Plan
+
+SHARD_BYTES = 5 * 2**30
+NOT_COPIED = (
+    ".index.json",
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".py",
+)
+
+
+def target_fingerprint(target: Checkpoint, files: Mapping[str, str] | None = None) -> str:
+    """The identity votes are tied to: file hashes for checkpoints on disk, content for those in memory."""
+    if not target.files:
+        return target.fingerprint()
+    hashes = files or {path.name: sha256_file(path) for path in target.files}
+    return "files:" + "+".join(hashes[name][:32] for name in sorted(hashes))
+
+
+def versions() -> dict[str, Any]:
+    """What the bits of a result depend on besides its inputs."""
+    found = {"gradfix": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "safetensors", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"versions": found, "machine": {"arch": platform.machine(), "threads": torch.get_num_threads()}}
+
+
+def layout_of(
+    target: Checkpoint, plan: Plan, info: Callable[..., TensorInfo], tuned: Checkpoint
+) -> dict[str, list[str]]:
+    """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder."""
+    added = [
+        name
+        for name, what in plan.extra.items()
+        if what.startswith("copied") and name not in set(target.names())
+    ]
+    if isinstance(target, SafetensorsCheckpoint):
+        layout = {
+            _weight_name(shard.path, len(target.shards)): shard.names_in_file_order()
+            for shard in target.shards
+        }
+        last = list(layout)[-1]
+        layout[last] = [*layout[last], *added]
+        return layout
+    names = sorted(target.names(), key=lambda n: (-target.info(n).dtype.itemsize, n))
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in [*names, *added]:
+        bytes_ = info(name, tuned if name in added else None).nbytes
+        if shards[-1] and size + bytes_ > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += bytes_
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def write_index(staging: Path, layout: Mapping[str, list[str]], total: int) -> None:
+    """The shard index, where there is more than one shard."""
+    if len(layout) > 1:
+        weight_map = {name: file for file, names in layout.items() for name in names}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
+        (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _weight_name(path: Path, shards: int) -> str:
+    """Loaders look for model.safetensors; a lone file under another name is renamed to it."""
+    known = ("model.safetensors", "open_clip_model.safetensors")
+    return path.name if shards > 1 or path.name in known else "model.safetensors"
+
+
+def copy_side_files(target: Checkpoint, staging: Path) -> None:
+    """Config, tokenizer and processor files of the target; never its weights, code or hidden files."""
+    if target.path is None or not target.path.is_dir():
+        return
+    weights = {path.name for path in target.files}
+    for path in sorted(target.path.iterdir()):
+        skip = path.name in weights or path.name.endswith(NOT_COPIED) or path.name.startswith(".")
+        if path.is_file() and not skip and path.name not in ("gradfix.json", "README.md"):
+            shutil.copyfile(path, staging / path.name)

@@ -1,0 +1,301 @@
+"""A LoRA adapter seen as the full fine-tune it stands for.
+
+`open_adapter` presents base + scaling * B @ A under the base's on-disk names, row by row while it is read,
+so that no dense model is ever in memory. Every tensor of the adapter is used or named in an error: an
+adapter that is understood only in part would give a wrong task vector without a word."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.adapter_base import check_base
+from gradfix.checkpoints.adapter_names import conv1d_layers, layer_names
+from gradfix.checkpoints.open import CHUNK, Checkpoint, open_checkpoint
+from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WRAPPERS = ("base_layer", "modules_to_save", "original_module")
+# Options under which base + scaling * B @ A is not what the adapter computes.
+REFUSED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "layer_replication": "layer replication",
+    "target_parameters": "target_parameters (LoRA on stacked experts)",
+    "trainable_token_indices": "trainable tokens",
+}
+# These start from a part of the base that is taken out of it: the base the adapter was trained on is not --base.
+REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+FACTORS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_B.bias": "bias", "lora_embedding_A": "EA", "lora_embedding_B": "EB"}  # fmt: skip
+
+
+@dataclass
+class _Layer:
+    """One adapted layer: the adapter's keys for it, and how they combine."""
+
+    keys: dict[str, str] = field(default_factory=dict)  # A, B, EA, EB, bias -> key in the adapter file
+    scaling: float = 1.0
+    transposed: bool = False
+
+
+class LoraCheckpoint(Checkpoint):
+    """The base with an adapter merged in, tensor by tensor, when it is read."""
+
+    def __init__(
+        self, folder: Path, base: Checkpoint, weights: Checkpoint, config: Mapping[str, Any]
+    ) -> None:
+        self.path = folder
+        self.base, self.weights = base, weights
+        layers, full = _sort_keys(weights.names(), folder)
+        places = layer_names(base, folder, list(layers), list(full))
+        self._full = {places[name]: key for name, key in full.items()}
+        self._deltas: dict[str, _Layer] = {}
+        self._biases: dict[str, _Layer] = {}
+        turned = conv1d_layers(base, config)
+        for module, layer in layers.items():
+            self._add(module, places[module], layer, config, turned)
+        self.notes = check_base(folder, base, config.get("base_model_name_or_path"))
+
+    def _add(
+        self,
+        module: str,
+        name: str,
+        layer: _Layer,
+        config: Mapping[str, Any],
+        turned: Callable[[str], bool | None],
+    ) -> None:
+        if name in self._deltas:
+            raise CorruptInput(f"{self.path}: two adapted layers stand for the same tensor {name!r}.")
+        rows, columns, rank = self._factor_shapes(layer)
+        expected = int(_by_pattern(config, "rank_pattern", module, config["r"]))
+        if rank != expected:
+            raise CorruptInput(f"{self.path}: layer {module!r} has rank {rank}, its config says {expected}.")
+        alpha = float(_by_pattern(config, "alpha_pattern", module, config["lora_alpha"]))
+        layer.scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        info = self._stored(name)
+        size = (info.shape[0], info.numel // info.shape[0]) if info.shape and info.shape[0] else (0, 0)
+        straight, crossed = size == (rows, columns), size == (columns, rows) and "A" in layer.keys
+        if not straight and not crossed:
+            raise IncompatibleCheckpoints(
+                f"layer {module!r} of {self.path} adapts a {rows} x {columns} matrix, but {name!r} of {self.base} is "
+                f"{list(info.shape)}. Is --base the model the adapter was trained on?"
+            )
+        layer.transposed = crossed
+        if straight and crossed and "A" in layer.keys:
+            known = turned(name)
+            layer.transposed = bool(config.get("fan_in_fan_out")) if known is None else known
+        self._deltas[name] = layer
+        if "bias" in layer.keys:
+            self._add_bias(name, layer, rows)
+
+    def _add_bias(self, name: str, layer: _Layer, rows: int) -> None:
+        bias = name.removesuffix("weight") + "bias"
+        if bias not in self.base or self.base.info(bias).shape != (rows,):
+            raise IncompatibleCheckpoints(
+                f"{self.path} trains a bias for {name!r}, and {self.base} has none there."
+            )
+        self._biases[bias] = layer
+
+    def _factor_shapes(self, layer: _Layer) -> tuple[int, int, int]:
+        """Rows and columns of the dense update, and the rank between them."""
+        shape = {part: self.weights.info(key).shape for part, key in layer.keys.items()}
+        if "A" in shape:
+            (inner, *wide), (rows, rank, *kernel) = shape["A"], shape["B"]
+            fits = len(shape["A"]) >= 2 and inner == rank and math.prod(kernel) == 1
+            columns = math.prod(wide)
+        else:
+            (rank, rows), (columns, inner) = shape["EA"], shape["EB"]
+            fits = inner == rank
+        if not fits:
+            key = next(iter(layer.keys.values()))
+            raise CorruptInput(f"{self.path}: the two factors of {key!r} do not fit each other.")
+        return rows, columns, rank
+
+    def names(self) -> list[str]:
+        own = self.base.names()
+        known = set(own)
+        return [*own, *(name for name in self._full if name not in known)]
+
+    def _stored(self, name: str) -> TensorInfo:
+        return self.weights.info(self._full[name]) if name in self._full else self.base.info(name)
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._stored(name)
+        if name in self._deltas or name in self._biases:
+            return TensorInfo(info.shape, torch.promote_types(info.dtype, torch.float32))
+        return info
+
+    def read(self, name: str) -> Tensor:
+        return torch.cat([*self.chunks(name, CHUNK), torch.empty(0)]).view(self.info(name).shape)
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        stored, key = (self.weights, self._full[name]) if name in self._full else (self.base, name)
+        pieces = stored.chunks(key, elements)
+        if name not in self._deltas and name not in self._biases:
+            return pieces
+        return self._merged(name, pieces, self.info(name).dtype)
+
+    def _merged(self, name: str, pieces: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+        if name in self._biases:
+            layer = self._biases[name]
+            left, right = (
+                self.weights.read(layer.keys["bias"]).to(dtype).view(-1, 1),
+                torch.ones(1, 1, dtype=dtype),
+            )
+        else:
+            layer = self._deltas[name]
+            left, right = self._factors(layer, dtype)
+        first = 0
+        for piece in pieces:
+            yield piece.to(dtype) + layer.scaling * flat_product(left, right, first, piece.numel())
+            first += piece.numel()
+
+    def _factors(self, layer: _Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two matrices whose product is the update in the layout of the stored tensor, without the scaling."""
+        if "A" in layer.keys:
+            inner = self.weights.read(layer.keys["A"]).to(dtype).flatten(1)
+            outer = self.weights.read(layer.keys["B"]).to(dtype).flatten(1)
+            return (inner.T, outer.T) if layer.transposed else (outer, inner)
+        return self.weights.read(layer.keys["EA"]).to(dtype).T, self.weights.read(layer.keys["EB"]).to(
+            dtype
+        ).T
+
+    @property
+    def files(self) -> list[Path]:
+        return self.weights.files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.base or name in self._full
+
+
+def flat_product(left: Tensor, right: Tensor, first: int, count: int) -> Tensor:
+    """Entries first .. first + count of `left @ right` in row-major order; only the rows they lie in are computed."""
+    columns = right.shape[1]
+    top, bottom = first // columns, -(-(first + count) // columns)
+    rows = (left[top:bottom] @ right).reshape(-1)
+    start = first - top * columns
+    return rows[start : start + count]
+
+
+def open_adapter(folder: Path, base: Checkpoint) -> LoraCheckpoint:
+    """The fine-tune that a PEFT adapter folder stands for, as a checkpoint over `base`.
+
+    Adapted tensors are given in float32 (or better), so the update is not rounded to the base's dtype."""
+    folder = Path(folder)
+    config = _read_config(folder)
+    _refuse_others(folder, config)
+    for file in WEIGHTS:
+        if (folder / file).is_file():
+            return LoraCheckpoint(folder, base, open_checkpoint(folder / file), config)
+    raise CorruptInput(f"{folder} has a {CONFIG} and no weights: expected {WEIGHTS[0]} beside it.")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["peft_type"] = str(config["peft_type"])
+        if config["peft_type"].upper() == "LORA":
+            config["r"], config["lora_alpha"] = int(config["r"]), float(config["lora_alpha"])
+        for key in ("rank_pattern", "alpha_pattern"):
+            config[key] = dict(config.get(key) or {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        raise CorruptInput(
+            f"{path} is not a readable adapter config: it needs peft_type, r and lora_alpha."
+        ) from None
+    return dict(config)
+
+
+def _refuse_others(folder: Path, config: Mapping[str, Any]) -> None:
+    kind = config["peft_type"].upper()
+    if kind != "LORA":
+        raise UsageError(
+            f"{folder} is a {kind} adapter; gradfix reads plain LoRA. Merge it in peft (merge_and_unload, then "
+            "save_pretrained) and give the merged model as --tuned."
+        )
+    for option, name in REFUSED.items():
+        if config.get(option):
+            raise UsageError(
+                f"{folder} uses {name}, which is more than base + B A; gradfix reads plain LoRA. Merge it in peft "
+                "(merge_and_unload, then save_pretrained) and give the merged model as --tuned."
+            )
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(REWRITES_BASE):
+        raise UsageError(
+            f"{folder} was started with init_lora_weights={start!r}, which changes the base's own weights. Convert it "
+            "in peft: save_pretrained(..., path_initial_model_for_weight_conversion=...), or give the merged model."
+        )
+
+
+def _sort_keys(keys: list[str], folder: Path) -> tuple[dict[str, _Layer], dict[str, str]]:
+    """Adapted layers by module path, and tensors stored in full by module name."""
+    layers: dict[str, _Layer] = {}
+    full: dict[str, str] = {}
+    for key in keys:
+        path = key.removeprefix("base_model.model.")
+        if "lora_magnitude_vector" in path:
+            raise UsageError(
+                f"{folder} holds {key!r}: DoRA. gradfix reads plain LoRA; merge it in peft first."
+            )
+        match = re.fullmatch(
+            r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(\.weight|\.bias)?", path
+        )
+        if match:
+            part = FACTORS.get(match.group(2) + (match.group(3) or ""))
+            layer = layers.setdefault(_unwrapped(match.group(1)), _Layer())
+            if part is None or part in layer.keys:
+                raise CorruptInput(f"{folder}: cannot make sense of adapter tensor {key!r}.")
+            layer.keys[part] = key
+        elif path == key or re.search(r"\b(lora_|hada_|lokr_|ia3_|vera_|oft_|token_adapter)", path):
+            raise CorruptInput(
+                f"{folder}: adapter tensor {key!r} is of no kind that gradfix knows; it would be lost."
+            )
+        else:
+            full[_unwrapped(path)] = key
+    for module, layer in layers.items():
+        if set(layer.keys) - {"bias"} not in ({"A", "B"}, {"EA", "EB"}):
+            raise CorruptInput(
+                f"{folder}: layer {module!r} has only {sorted(layer.keys.values())}, half of a pair."
+            )
+    if not layers and not full:
+        raise CorruptInput(f"{folder}: the adapter file holds no tensors.")
+    return layers, full
+
+
+def _unwrapped(path: str) -> str:
+    """Without the names of the wrappers that peft puts around a layer."""
+    parts = path.split(".")
+    kept = [
+        p
+        for i, p in enumerate(parts)
+        if p not in WRAPPERS and not (p == "default" and parts[i - 1] in WRAPPERS)
+    ]
+    return ".".join(kept)
+
+
+def _by_pattern(config: Mapping[str, Any], option: str, module: str, default: float) -> float:
+    for pattern, value in config[option].items():
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error:
+            raise CorruptInput(
+                f"{option} of the adapter config holds {pattern!r}, which is no pattern."
+            ) from None
+        if found:
+            return float(value)
+    return default

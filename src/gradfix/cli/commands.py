@@ -1,0 +1,211 @@
+"""The commands. Each body parses nothing, computes nothing: it calls one workflow and prints what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from gradfix.cli.console import bar, say, say_notes, stages, table, write_json
+from gradfix.cli.options import command
+from gradfix.workflows import configs
+
+
+def build() -> typer.Typer:
+    app = typer.Typer(
+        name="gradfix",
+        help="Move a fine-tune onto the next release of its base model with a handful of labelled examples.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name, (kind, body, doc) in COMMANDS.items():
+        app.command(name, help=doc)(command(kind, body, doc=doc))
+    return app
+
+
+def _version(value: bool) -> None:
+    if value:
+        from gradfix._version import __version__
+
+        typer.echo(f"gradfix {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Move a fine-tune onto the next release of its base model with a handful of labelled examples."""
+
+
+def _transport(config: configs.TransportConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.transporting import run_transport
+
+    with stages(quiet) as stage:
+        result = run_transport(config, stage)
+    write_json(result.as_json(), json_out)
+    quiet = quiet or json_out == "-"
+    rows = [("alpha", f"{result.alpha:g}"), ("chosen by", result.regime)]
+    if result.margin is not None:
+        rows.append(("margin", f"{result.margin:g}"))
+    if result.report is not None:
+        rows.append(("kept", f"{result.report.kept:.1%}"))
+    rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
+    if result.before and result.after:
+        rows.append(("test accuracy", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
+    table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows, quiet)
+    say_notes(result.notes, quiet)
+    if config.dry_run:
+        say(f"would write {result.out}", quiet)
+    else:
+        say(f"wrote {result.out}", quiet)
+
+
+def _vote(config: configs.VoteConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.voting import run_vote
+
+    with bar("voting", None, quiet) as step:
+        result = run_vote(config, step)
+    votes = result.votes
+    content = {
+        "out": str(result.out), "samples": votes.count, "tensors": len(votes), "tie_rate": votes.tie_rate(),
+        "target_hash": votes.target_hash, "notes": list(result.notes),
+    }  # fmt: skip
+    write_json(content, json_out)
+    say_notes(result.notes, quiet)
+    say(f"wrote {result.out}: {votes.count} samples, {len(votes)} tensors, {votes.tie_rate():.1%} ties",
+        quiet or json_out == "-")  # fmt: skip
+
+
+def _evaluate(config: configs.EvaluateConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.scoring import run_evaluate
+
+    with stages(quiet) as stage:
+        result = run_evaluate(config, stage)
+    write_json(result, json_out)
+    say(f"{config.model}: accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
+        f"{result['samples']} examples of {config.split}", quiet or json_out == "-")  # fmt: skip
+
+
+def _finetune(config: configs.FinetuneConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.scoring import run_finetune
+
+    with bar("fine-tuning", config.steps, quiet) as step:
+        result = run_finetune(config, step)
+    write_json(result, json_out)
+    say(result["summary"], quiet or json_out == "-")
+
+
+def _inspect(config: configs.InspectConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.inspecting import run_inspect
+
+    with stages(quiet) as stage:
+        result = run_inspect(config, stage)
+    write_json(result.as_json(), json_out)
+    quiet = quiet or json_out == "-"
+    for title, header, rows in result.tables(config.names):
+        table(title, header, rows, quiet)
+    say_notes(result.notes, quiet)
+
+
+def _verify(config: configs.VerifyConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.checkpoints.write import verify
+
+    content = verify(config.out)
+    write_json({"ok": True, "files": len(content["outputs"])}, json_out)
+    say(f"{config.out}: manifest and {len(content['outputs'])} hashes hold", quiet or json_out == "-")
+
+
+def _select(config: configs.SelectConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.scoring import run_select
+
+    result = run_select(config)
+    write_json(result, json_out)
+    say(f"wrote {config.out}: {len(result['ids'])} examples by {config.select}", quiet or json_out == "-")
+
+
+def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.demo import run_demo
+
+    with stages(quiet) as stage:
+        results = run_demo(config, stage)
+    write_json(results.as_json(), json_out)
+    _show(results, quiet or json_out == "-", config.report)
+
+
+def _compare(config: configs.CompareConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.comparing import run_compare
+
+    with stages(quiet) as stage:
+        results = run_compare(config, json_out, stage)
+    write_json(results.as_json(), json_out)
+    _show(results, quiet or json_out == "-", config.report)
+
+
+def _show(results: Any, quiet: bool, report: str | None) -> None:
+    for title, header, rows in results.tables():
+        table(title, header, rows, quiet)
+    for line in results.verdict_lines():
+        say(line, quiet)
+    if report:
+        say(f"wrote {report}", quiet)
+
+
+def _merge(config: configs.MergeConfigOptions, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.merging import run_merge_command
+
+    with stages(quiet) as stage:
+        result = run_merge_command(config, stage)
+    write_json(result, json_out)
+    say(result["summary"], quiet or json_out == "-")
+    say_notes(result.get("notes", []), quiet)
+
+
+def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.experiments import run_reproduce
+
+    with stages(quiet) as stage:
+        result = run_reproduce(config, stage)
+    write_json(result.as_json(), json_out)
+    for title, header, rows in result.tables():
+        table(title, header, rows, quiet or json_out == "-")
+
+
+def _report(config: configs.ReportConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.comparing import run_report
+
+    path = run_report(config)
+    write_json({"out": str(path)}, json_out)
+    say(f"wrote {path}", quiet or json_out == "-")
+
+
+COMMANDS: dict[str, tuple[type[Any], Any, str]] = {
+    "demo": (configs.DemoConfig, _demo, "Run the whole job on embedded models, in under a minute."),
+    "transport": (configs.TransportConfig, _transport, "Move a fine-tune onto a new base model."),
+    "compare": (
+        configs.CompareConfig,
+        _compare,
+        "All methods side by side under one label budget, with a verdict.",
+    ),
+    "vote": (configs.VoteConfig, _vote, "Take a target's votes and save them for any number of transports."),
+    "merge": (
+        configs.MergeConfigOptions,
+        _merge,
+        "Merge task vectors, each with its own base, onto one target.",
+    ),
+    "inspect": (
+        configs.InspectConfig,
+        _inspect,
+        "Can these checkpoints be combined? Names, shapes, norms, cosines.",
+    ),
+    "verify": (configs.VerifyConfig, _verify, "Check an output folder against its manifest."),
+    "finetune": (configs.FinetuneConfig, _finetune, "Fine-tune a checkpoint with the paper's recipe."),
+    "evaluate": (configs.EvaluateConfig, _evaluate, "Score a checkpoint on labelled examples."),
+    "select": (configs.SelectConfig, _select, "Choose the few-shot examples and write their ids."),
+    "reproduce": (configs.ReproduceConfig, _reproduce, "Reproduce the paper's tables and figures."),
+    "report": (configs.ReportConfig, _report, "Make the HTML report of an earlier result."),
+}

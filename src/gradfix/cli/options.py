@@ -1,0 +1,150 @@
+"""From a config dataclass to a command: options, YAML file, checks.
+
+What the user typed wins over the YAML file, which wins over the default. Unknown YAML keys and missing
+required options are errors with the way out. `--shots 5 50` is read as two values."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradfix.errors import UsageError
+from gradfix.registry import unknown
+from gradfix.workflows import configs
+
+Config = Any
+
+
+def fields_of(kind: type[Config]) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(kind)}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _list_flags() -> set[str]:
+    kinds = [k for k in vars(configs).values() if dataclasses.is_dataclass(k)]
+    return {flag(n) for kind in kinds for n, f in fields_of(kind).items() if "tuple" in str(f.type)}  # type: ignore[arg-type]
+
+
+def expand_lists(argv: list[str]) -> list[str]:
+    """`--shots 5 50` -> `--shots 5 --shots 50`, for the options that take several values."""
+    repeatable = _list_flags()
+    out: list[str] = []
+    current: str | None = None
+    taken = 0
+    for token in argv:
+        if token.startswith("--"):
+            current, taken = (token if token in repeatable else None), 0
+            if current is None:
+                out.append(token)
+            continue
+        if current is not None:
+            out += [current, token]
+            taken += 1
+        else:
+            out.append(token)
+    return out
+
+
+def command(kind: type[Config], body: Callable[..., int | None], *, doc: str) -> Callable[..., Any]:
+    """A typer callback whose options are the fields of `kind`."""
+    hints = typing.get_type_hints(kind)
+    order = sorted(fields_of(kind).items(), key=lambda item: not item[1].metadata["required"])
+    parameters = [_parameter(name, field, hints[name]) for name, field in order]
+    has_config = "config" in fields_of(kind)
+    if not has_config:
+        parameters.append(_keyword("config", str | None, typer.Option("--config", help="YAML file with any of these options.")))  # fmt: skip
+    parameters.append(_keyword("json", str | None, typer.Option("--json", help="Write the result as JSON to this file ('-': stdout).")))  # fmt: skip
+    parameters.append(
+        _keyword("quiet", bool, typer.Option("--quiet", "-q", help="Print nothing but errors."), False)
+    )
+
+    def callback(**given: Any) -> int | None:
+        json_out, quiet = given.pop("json"), given.pop("quiet")
+        path = None if has_config else given.pop("config")
+        return body(settle(kind, given, path), json_out=json_out, quiet=quiet)
+
+    positional = [
+        p for p in parameters if isinstance(typing.get_args(p.annotation)[1], typer.models.ArgumentInfo)
+    ]
+    rest = [p for p in parameters if p not in positional]
+    callback.__signature__ = inspect.Signature([*positional, *rest])  # type: ignore[attr-defined]
+    callback.__doc__ = doc
+    return callback
+
+
+def _parameter(name: str, field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    text = field.metadata["help"]
+    if field.default not in (None, dataclasses.MISSING, (), False):
+        shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        text += f" [default: {shown}]"
+    if field.metadata["required"]:
+        text += " [required]"
+    kind = _plain(hint)
+    if field.metadata["positional"]:
+        return _keyword(name, kind, typer.Argument(help=text, metavar=name.upper()))
+    if kind == (bool | None):
+        return _keyword(name, kind, typer.Option(f"{flag(name)}/--no-{name.replace('_', '-')}", help=text))
+    return _keyword(name, kind, typer.Option(flag(name), help=text))
+
+
+def _plain(hint: Any) -> Any:
+    """The option's type, always optional, so that 'not given' can be told from the default."""
+    if typing.get_origin(hint) is tuple:
+        return list[typing.get_args(hint)[0]] | None  # type: ignore[misc]
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint | None
+
+
+def _keyword(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+def settle(kind: type[Config], given: dict[str, Any], path: str | None) -> Config:
+    """Typed values over YAML values over defaults, checked by pydantic."""
+    known = fields_of(kind)
+    values = _from_yaml(path, known) if path else {}
+    values |= {name: value for name, value in given.items() if value is not None and value != []}
+    for name, field in known.items():
+        if field.metadata["required"] and name not in values:
+            word = name.upper() if field.metadata["positional"] else flag(name)
+            raise UsageError(f"{word} is missing: {field.metadata['help']}")
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "?"
+        raise UsageError(f"{flag(name)}: {first['msg'].lower()}, got {first['input']!r}.") from None
+
+
+def _from_yaml(path: str, known: dict[str, dataclasses.Field[Any]]) -> dict[str, Any]:
+    from gradfix.yamlfile import load_yaml
+
+    content = load_yaml(Path(path))
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} must hold options as `name: value` lines.")
+    values = {str(name).replace("-", "_"): value for name, value in content.items()}
+    for name in values:
+        if name not in known:
+            raise UsageError(f"{path}: " + unknown("option", name, list(known)))
+    for name, value in values.items():
+        hint = str(known[name].type)
+        if hint == "str" or hint.startswith("str |"):
+            values[name] = value if value is None or isinstance(value, str) else str(value)
+        if "tuple" in hint and not isinstance(value, (list, tuple)):
+            values[name] = (value,)
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,75 @@
+"""`gradfix evaluate`, `finetune` and `select`: the small workflows around a single model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.save import save_like
+from gradfix.checkpoints.write import refuse_inside, write_text
+from gradfix.data import few_shot
+from gradfix.scoring import evaluate
+from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig
+from gradfix.workflows.setting import draw, setting
+
+
+def run_evaluate(config: EvaluateConfig, stage: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    start = setting(config)
+    rows = start.dataset.pick(config.split)
+    stage("loading the model")
+    bound = start.open(config.model, head_from=config.head_from)
+    stage(f"scoring {len(rows)} examples")
+    return {
+        "model": config.model,
+        "split": config.split,
+        **evaluate(bound.model, bound, bound.batches(rows, config.batch_size)),
+    }
+
+
+def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    from gradfix.finetuning import finetune
+
+    source, out = open_checkpoint(config.model), Path(config.out)
+    refuse_inside(out, [source.path] if source.path else [])
+    start = setting(config)
+    rows = start.dataset.pick("train")
+    if config.shots is not None:
+        rows = [rows[index] for index in few_shot(rows, config.shots, config.seed)]
+    bound = start.open(config.model)
+    if config.dry_run:
+        return {
+            "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}"
+        }
+    finetune(
+        bound, rows, steps=config.steps, batch_size=config.train_batch, lr=config.lr,
+        weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
+        checkpoint=out.with_name(f".{out.name}.finetune"),
+    )  # fmt: skip
+    save_like(
+        source, bound.model, out, overwrite=config.overwrite, details={"command": asdict(config)},
+        extras=bound.save_extras,
+    )  # fmt: skip
+    out.with_name(f".{out.name}.finetune").unlink(missing_ok=True)
+    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}"}
+    test = start.dataset.splits.get("test")
+    if test:
+        result["test"] = evaluate(bound.model, bound, bound.batches(test, config.batch_size))
+        result["summary"] += f": test accuracy {result['test']['accuracy']:.2f} %"
+    return result
+
+
+def run_select(config: SelectConfig) -> dict[str, Any]:
+    """Choose the few-shot examples; the ids are row numbers of the train split."""
+    start = setting(config)
+    shots = draw(start, config, base=config.base)
+    rows = [{"id": index, "label": row["label"]} for index, row in zip(shots.indices, shots.fewshot)]
+    path = Path(config.out)
+    lines = (
+        json.dumps(rows, indent=1) if path.suffix == ".json" else "\n".join(json.dumps(row) for row in rows)
+    )
+    write_text(path, lines + "\n")
+    return {"out": str(path), "ids": shots.indices, "method": config.select}
