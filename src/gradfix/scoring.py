@@ -16,9 +16,9 @@ from gradfix.votes.loop import Batch
 class Scorer(Protocol):
     """The part of a task that scoring needs."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor: ...
-
-    def predict(self, model: nn.Module, batch: Batch) -> Tensor: ...
+    def answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Per-sample losses and predicted label indices."""
+        ...
 
 
 def evaluate(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> dict[str, float]:
@@ -27,8 +27,9 @@ def evaluate(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> dict[s
     with left_as_it_was(model), torch.no_grad():
         for batch in batches:
             answers = batch["labels"]
-            right += int((task.predict(model, batch) == answers).sum())
-            loss += float(task.loss(model, batch).double().sum())
+            losses, guesses = task.answer(model, batch)
+            right += int((guesses == answers).sum())
+            loss += float(losses.double().sum())
             count += len(answers)
     if count == 0:
         raise DataError("no examples to score; check the data and its split.")

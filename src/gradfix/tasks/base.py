@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from gradfix.errors import CorruptInput
+from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
 
 Example = Mapping[str, Any]  # the columns of one row: "text" or "image", ..., and "label" as a string
 Batch = dict[str, Tensor]
+Prompts = str | Sequence[str]  # one prompt of a label, or several that are averaged
 
 
 class Bound(ABC):
@@ -28,6 +30,7 @@ class Bound(ABC):
     model: nn.Module
     labels: list[str]
     source: Path | None = None
+    notes: Sequence[str] = ()
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
@@ -43,7 +46,15 @@ class Bound(ABC):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """Scores per label, shape (batch, labels): what a teacher hands on. Softmax gives probabilities."""
-        raise CorruptInput(f"{type(self).__name__} has no closed label set to score.")
+        raise UsageError(f"{type(self).__name__} has no closed label set to score.")
+
+    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Answers and losses together; override it where one forward pass gives both."""
+        return self.predict(model, batch), self.loss(model, batch)
+
+    def answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses and predictions together; a task overrides it when one forward gives both."""
+        return self.loss(model, batch), self.predict(model, batch)
 
     @abstractmethod
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -61,10 +72,27 @@ class Bound(ABC):
             yield self.collate(examples[first : first + size])
 
 
+class ClosedSet(Bound):
+    """A bound model that scores every label: one forward gives losses and answers."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor: ...
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return functional.cross_entropy(self.logits(model, batch), batch["labels"], reduction="none")
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.logits(model, batch).argmax(-1)
+
+    def answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        logits = self.logits(model, batch)
+        return functional.cross_entropy(logits, batch["labels"], reduction="none"), logits.argmax(-1)
+
+
 class Task(ABC):
     """A family of models and what is asked of them; holds the labels, no weights."""
 
-    labels: dict[str, str]  # label name -> prompt (the name itself where no prompt is needed)
+    labels: dict[str, Prompts]  # label name -> prompt or prompts (the name itself where none is needed)
 
     @abstractmethod
     def open(
@@ -77,9 +105,21 @@ class Task(ABC):
     ) -> Bound:
         """Load a checkpoint; non-empty loading info (missing or unexpected keys) is an error.
 
-        `head_from` names the pre-trained checkpoint whose frozen head this side uses; by default the
-        extras saved beside the weights, and without them the checkpoint itself."""
+        A frozen head comes from the extras saved beside the weights, else from `head_from` (the
+        pre-trained checkpoint of that side), else from the checkpoint itself."""
 
 
 TASKS: Registry[type[Task]] = Registry("task")
-"""Constructors by name; each takes `labels: dict[str, str]` and its own keyword options."""
+"""Constructors by name; each takes `labels: Mapping[str, Prompts]` and its own keyword options."""
+
+
+def label_indices(examples: Sequence[Example], labels: Mapping[str, int]) -> Tensor:
+    """The answers as class numbers; a label outside the set is an error, never class 0."""
+    found = []
+    for index, example in enumerate(examples):
+        label = str(example.get("label"))
+        if label not in labels:
+            where = getattr(example, "where", f"example {index}")
+            raise DataError(f"{where}: label {label!r} is not one of {', '.join(map(repr, labels))}.")
+        found.append(labels[label])
+    return torch.tensor(found, dtype=torch.long)
