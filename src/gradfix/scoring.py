@@ -16,8 +16,8 @@ from gradfix.votes.loop import Batch
 class Scorer(Protocol):
     """The part of a task that scoring needs."""
 
-    def answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Per-sample losses and predicted label indices."""
+    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Predicted label indices and per-sample losses."""
         ...
 
 
@@ -27,7 +27,7 @@ def evaluate(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> dict[s
     with left_as_it_was(model), torch.no_grad():
         for batch in batches:
             answers = batch["labels"]
-            losses, guesses = task.answer(model, batch)
+            guesses, losses = task.judge(model, batch)
             right += int((guesses == answers).sum())
             loss += float(losses.double().sum())
             count += len(answers)

@@ -52,10 +52,6 @@ class Bound(ABC):
         """Answers and losses together; override it where one forward pass gives both."""
         return self.predict(model, batch), self.loss(model, batch)
 
-    def answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Losses and predictions together; a task overrides it when one forward gives both."""
-        return self.loss(model, batch), self.predict(model, batch)
-
     @abstractmethod
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
         """One vector per sample from the frozen encoder, for example selection."""
@@ -84,9 +80,9 @@ class ClosedSet(Bound):
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.logits(model, batch).argmax(-1)
 
-    def answer(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self.logits(model, batch)
-        return functional.cross_entropy(logits, batch["labels"], reduction="none"), logits.argmax(-1)
+        return logits.argmax(-1), functional.cross_entropy(logits, batch["labels"], reduction="none")
 
 
 class Task(ABC):

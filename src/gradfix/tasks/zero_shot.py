@@ -48,10 +48,6 @@ class ZeroShotBound(ClosedSet):
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         return self.scale * functional.normalize(vectors, dim=-1) @ self.head.to(vectors.dtype).T
 
-    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = self.logits(model, batch)
-        return logits.argmax(-1), functional.cross_entropy(logits, batch["labels"], reduction="none")
-
     def trainable(self) -> list[str]:
         return self.encoder.trainable()
 
