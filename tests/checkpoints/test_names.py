@@ -79,7 +79,13 @@ def test_experts_are_described_without_coordinates(folders: dict[str, Path]) -> 
 def test_a_fused_file_of_split_weights_round_trips(tmp_path: Path) -> None:
     from transformers import Dinov2Config, Dinov2Model
 
-    size = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 14, "patch_size": 7}
+    size = {
+        "hidden_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 14,
+        "patch_size": 7,
+    }
     config = Dinov2Config(**size, use_swiglu_ffn=True)
     Dinov2Model(config).save_pretrained(tmp_path)
     model = Dinov2Model.from_pretrained(tmp_path)

@@ -36,8 +36,8 @@ def check_base(folder: Path, base: Checkpoint, recorded: str | None) -> tuple[st
         _compare(folder, base, place)
         return ()
     return (
-        f"{folder.name} was trained on {str(recorded)[:200]!r}; that {base} holds the same weights was not checked "
-        "beyond names and shapes",
+        f"{folder.name} was trained on {str(recorded)[:200]!r}; that {base} holds the same weights was not "
+        "checked beyond names and shapes",
     )
 
 

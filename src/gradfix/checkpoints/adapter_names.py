@@ -28,7 +28,7 @@ Rename = Callable[[str], str | None]
 def layer_names(base: Checkpoint, folder: Path, layers: list[str], full: list[str]) -> dict[str, str]:
     """On-disk names for adapted layers (module paths) and for tensors stored in full (tensor names).
 
-    A full tensor that the base lacks is a new head and keeps its name; an adapted layer must be in the base."""
+    A full tensor that the base lacks is a new head and keeps its name; adapted layers must be in the base."""
     known = set(base.names())
     rename = _plain(layers or full, known) or _by_class(base, layers, known)
     if rename is None:
@@ -70,7 +70,8 @@ def _prefix_changes(layers: list[str], known: set[str]) -> list[tuple[str, str]]
     if not layers:
         return changes
     first = layers[0]
-    changes += sorted({("", name[: -len(first + leaf)]) for leaf in WEIGHT_NAMES for name in known if name.endswith("." + first + leaf)})  # fmt: skip
+    ends = [first + leaf for leaf in WEIGHT_NAMES]
+    changes += sorted({("", name[: -len(end)]) for end in ends for name in known if name.endswith("." + end)})
     parts = first.split(".")
     return changes + [(".".join(parts[:cut]) + ".", "") for cut in range(1, len(parts))]
 
@@ -107,8 +108,9 @@ def _complaint(base: Checkpoint, folder: Path, layers: list[str], known: set[str
         (layer for layer in layers if not any(layer + leaf in known for leaf in WEIGHT_NAMES)), layers[0]
     )
     return (
-        f"{folder} adapts layer {lost!r}, which {base} does not have. Is --base the model the adapter was trained "
-        "on? A layer tied to another one and a stacked expert have no tensor of their own: merge such adapters first."
+        f"{folder} adapts layer {lost!r}, which {base} does not have. Is --base the model the adapter was "
+        "trained on? A layer tied to another one and a stacked expert have no tensor of their own: merge such "
+        "adapters in peft first."
     )
 
 
@@ -125,7 +127,7 @@ def base_config(base: Checkpoint) -> dict[str, Any]:
 
 
 def empty_model(base: Checkpoint) -> nn.Module | None:
-    """The base's transformers class on the meta device: names and layer types, no weights, no foreign code."""
+    """The base's transformers class on the meta device: names and layer types, no weights."""
     module = getattr(base, "module", None)
     if module is not None:
         return module  # type: ignore[no-any-return]
@@ -155,8 +157,9 @@ def conv1d_layers(base: Checkpoint, adapter: Mapping[str, Any]) -> Callable[[str
 
     Only a square weight needs this: for others the shapes tell. The adapter's own flag is one for all
     layers, and peft overrides it layer by layer, so the class is asked where such layers exist."""
-    if base_config(base).get("model_type") not in CONV1D_FAMILIES and not adapter.get("fan_in_fan_out"):
-        return lambda name: False if base_config(base) else None
+    config = base_config(base)
+    if config.get("model_type") not in CONV1D_FAMILIES and not adapter.get("fan_in_fan_out"):
+        return lambda name: False if config else None
 
     @functools.cache
     def turned() -> set[str] | None:

@@ -39,9 +39,20 @@ REFUSED = {
     "target_parameters": "target_parameters (LoRA on stacked experts)",
     "trainable_token_indices": "trainable tokens",
 }
-# These start from a part of the base that is taken out of it: the base the adapter was trained on is not --base.
+# These take a part out of the base before training: the base the adapter was trained on is not --base.
 REWRITES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-FACTORS = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_B.bias": "bias", "lora_embedding_A": "EA", "lora_embedding_B": "EB"}  # fmt: skip
+FACTORS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_B.bias": "bias",
+    "lora_embedding_A": "EA",
+    "lora_embedding_B": "EB",
+}
+ADAPTED = re.compile(
+    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(\.weight|\.bias)?"
+)
+FOREIGN = re.compile(r"\b(lora_|hada_|lokr_|ia3_|vera_|oft_|token_adapter)")
+MERGE = "Merge it in peft (merge_and_unload, then save_pretrained) and give the merged model as --tuned."
 
 
 @dataclass
@@ -92,8 +103,8 @@ class LoraCheckpoint(Checkpoint):
         straight, crossed = size == (rows, columns), size == (columns, rows) and "A" in layer.keys
         if not straight and not crossed:
             raise IncompatibleCheckpoints(
-                f"layer {module!r} of {self.path} adapts a {rows} x {columns} matrix, but {name!r} of {self.base} is "
-                f"{list(info.shape)}. Is --base the model the adapter was trained on?"
+                f"layer {module!r} of {self.path} adapts a {rows} x {columns} matrix, but {name!r} of {self.base} "
+                f"is {list(info.shape)}. Is --base the model the adapter was trained on?"
             )
         layer.transposed = crossed
         if straight and crossed and "A" in layer.keys:
@@ -166,7 +177,7 @@ class LoraCheckpoint(Checkpoint):
             first += piece.numel()
 
     def _factors(self, layer: _Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Two matrices whose product is the update in the layout of the stored tensor, without the scaling."""
+        """Two matrices whose product is the update, unscaled, in the layout of the stored tensor."""
         if "A" in layer.keys:
             inner = self.weights.read(layer.keys["A"]).to(dtype).flatten(1)
             outer = self.weights.read(layer.keys["B"]).to(dtype).flatten(1)
@@ -184,7 +195,7 @@ class LoraCheckpoint(Checkpoint):
 
 
 def flat_product(left: Tensor, right: Tensor, first: int, count: int) -> Tensor:
-    """Entries first .. first + count of `left @ right` in row-major order; only the rows they lie in are computed."""
+    """Entries first .. first + count of `left @ right`, row by row; only the rows they lie in are computed."""
     columns = right.shape[1]
     top, bottom = first // columns, -(-(first + count) // columns)
     rows = (left[top:bottom] @ right).reshape(-1)
@@ -224,21 +235,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _refuse_others(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config["peft_type"].upper()
     if kind != "LORA":
-        raise UsageError(
-            f"{folder} is a {kind} adapter; gradfix reads plain LoRA. Merge it in peft (merge_and_unload, then "
-            "save_pretrained) and give the merged model as --tuned."
-        )
+        raise UsageError(f"{folder} is a {kind} adapter; gradfix reads plain LoRA. {MERGE}")
     for option, name in REFUSED.items():
         if config.get(option):
-            raise UsageError(
-                f"{folder} uses {name}, which is more than base + B A; gradfix reads plain LoRA. Merge it in peft "
-                "(merge_and_unload, then save_pretrained) and give the merged model as --tuned."
-            )
+            raise UsageError(f"{folder} uses {name}, which is more than base + B A. {MERGE}")
     start = str(config.get("init_lora_weights")).lower()
     if start.startswith(REWRITES_BASE):
         raise UsageError(
-            f"{folder} was started with init_lora_weights={start!r}, which changes the base's own weights. Convert it "
-            "in peft: save_pretrained(..., path_initial_model_for_weight_conversion=...), or give the merged model."
+            f"{folder} was started with init_lora_weights={start!r}, which changes the base's own weights. "
+            "Convert it in peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
         )
 
 
@@ -252,16 +257,14 @@ def _sort_keys(keys: list[str], folder: Path) -> tuple[dict[str, _Layer], dict[s
             raise UsageError(
                 f"{folder} holds {key!r}: DoRA. gradfix reads plain LoRA; merge it in peft first."
             )
-        match = re.fullmatch(
-            r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(\.weight|\.bias)?", path
-        )
+        match = ADAPTED.fullmatch(path)
         if match:
             part = FACTORS.get(match.group(2) + (match.group(3) or ""))
             layer = layers.setdefault(_unwrapped(match.group(1)), _Layer())
             if part is None or part in layer.keys:
                 raise CorruptInput(f"{folder}: cannot make sense of adapter tensor {key!r}.")
             layer.keys[part] = key
-        elif path == key or re.search(r"\b(lora_|hada_|lokr_|ia3_|vera_|oft_|token_adapter)", path):
+        elif path == key or FOREIGN.search(path):
             raise CorruptInput(
                 f"{folder}: adapter tensor {key!r} is of no kind that gradfix knows; it would be lost."
             )
