@@ -1,0 +1,120 @@
+"""The plug point of merging: several task vectors walked side by side, and what a merge is.
+
+A merge is planned over a `Bundle` of vectors (walking it as often as its statistics need) and returns a
+rule for flat pieces at the same coordinates. Nothing holds a whole vector, so every merge works in memory
+and in a stream, and gives the same bits in both."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.open import CHUNK
+from gradfix.errors import UsageError
+from gradfix.registry import unknown
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which piece of which tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: int
+
+
+class Bundle(ABC):
+    """Task vectors over the same tensors, side by side, in flat pieces of one dtype."""
+
+    count: int
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    @abstractmethod
+    def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
+        """One tensor of every vector in pieces of at most `size` entries; nothing for an empty tensor."""
+
+    def walk(self) -> Iterator[list[Tensor]]:
+        for name in self.shapes:
+            yield from self.pieces(name, CHUNK)
+
+    def numel(self, name: str | None = None) -> int:
+        names = self.shapes if name is None else [name]
+        return sum(math.prod(self.shapes[n]) for n in names)
+
+
+Rule = Callable[[Place, list[Tensor]], Tensor]
+Density = float | Sequence[float]
+DENSITY = (0.2,)  # for every vector
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A planner and what it must be shown: pieces of any cut, or whole rows (outputs) of a weight matrix."""
+
+    plan: Callable[..., Rule]
+    whole_rows: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Name and default of every option the method takes."""
+        parameters = inspect.signature(self.plan).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def piece_size(self, shape: tuple[int, ...]) -> int:
+        if not self.whole_rows:
+            return CHUNK
+        row = row_length(shape)
+        return max(row, CHUNK // row * row)
+
+    def prepare(self, bundle: Bundle, weights: Sequence[float] | None, options: Mapping[str, Any]) -> Rule:
+        """Check the options and take the statistics; `None` stands for a method's own default."""
+        known = self.options
+        given = {name: value for name, value in options.items() if value is not None}
+        for name in given:
+            if name not in known:
+                choices = [n for n in known if n != "weights"]
+                raise UsageError(
+                    unknown("option of this merge", name, choices) if choices else _no_option(name)
+                )
+        if "weights" in known:
+            given["weights"] = _weights(weights, bundle.count)
+        elif weights is not None:
+            raise UsageError("this merge takes no weights: its own statistics set them.")
+        if "density" in known:
+            given["density"] = _per_vector(given.get("density", known["density"]), bundle.count)
+        return self.plan(bundle, **given)
+
+
+def _no_option(name: str) -> str:
+    return f"no option called {name!r}: this merge has none."
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    return max(math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape), 1)
+
+
+def _weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    listed = [1.0] * count if weights is None else [float(weight) for weight in weights]
+    if len(listed) != count:
+        raise UsageError(f"{len(listed)} weights for {count} vectors; give one each.")
+    if not all(math.isfinite(weight) for weight in listed):
+        raise UsageError(f"weights must be finite numbers, got {listed}.")
+    return listed
+
+
+def _per_vector(density: Density, count: int) -> list[float]:
+    listed = [float(d) for d in ([density] if isinstance(density, int | float) else density)]
+    listed = listed * count if len(listed) == 1 else listed
+    if len(listed) != count:
+        raise UsageError(f"{len(listed)} densities for {count} vectors; give one, or one each.")
+    if not all(0 < d <= 1 for d in listed):
+        raise UsageError(f"density must lie above 0 and at most at 1, got {density}.")
+    return listed
