@@ -83,7 +83,7 @@ def plan_transport(
     _check_quantised(base, tuned, target)
     shared = [name for name in target.names() if name in before]
     fixed = [name for name in shared if name not in resized]
-    _check_shapes(base, tuned, [name for name in fixed])
+    _check_shapes(base, tuned, fixed)
     _check_shapes(base, target, fixed)
     transported = floating(target, shared)
     copied = {name: "not a floating tensor" for name in shared if name not in set(transported)}

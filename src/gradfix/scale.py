@@ -6,6 +6,7 @@ alphas far above one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,7 +102,7 @@ def search_scale(
         def measure(alpha: float) -> None:
             dial.turn(alpha)
             value = float(score(model))
-            points.append((alpha, value if value == value else float("-inf")))
+            points.append((alpha, float("-inf") if math.isnan(value) else value))
 
         for alpha in alphas:
             measure(alpha)

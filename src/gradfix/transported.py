@@ -91,7 +91,8 @@ class _Coins(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         delta = self.tau[name]
-        return torch.cat([*random_directions(self.seed, name, delta.numel())]).view(delta.shape)
+        pieces = [torch.empty(0, dtype=torch.int8), *random_directions(self.seed, name, delta.numel())]
+        return torch.cat(pieces).view(delta.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tau)
@@ -159,8 +160,6 @@ def seed_of(generator: torch.Generator | int | None, who: str = "the random mask
 
 def random_directions(seed: int, name: str, count: int) -> Iterator[Tensor]:
     """Coin flips for one tensor in pieces of CHUNK entries: the same in memory and in a stream."""
-    if count == 0:
-        yield torch.empty(0, dtype=torch.int8)
     for index, first in enumerate(range(0, count, CHUNK)):
         size = min(CHUNK, count - first)
         coins = chance(seed, name, index).bytes((size + 7) // 8)

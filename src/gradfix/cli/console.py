@@ -72,7 +72,7 @@ def stages(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
         return
     with console.status("starting") as status:
-        yield lambda name: status.update(name)
+        yield status.update
 
 
 @contextlib.contextmanager

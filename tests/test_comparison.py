@@ -1,0 +1,233 @@
+"""compare: every method runs, choices never see test, and a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from arenas import LABELS, dataset, rows, setting
+
+from gradfix import comparison
+from gradfix.arena import Arena
+from gradfix.comparison import compare
+from gradfix.data import load_data
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.methods import METHODS
+from gradfix.results import Results
+from gradfix.searching import Score, Search
+from gradfix.taskvector import TaskVector
+
+SMALL = Search(alphas=(0.5, 1.0), wider=(2.0,), probes=(1.0,), margins=(0.0, 0.5, 1.0), rates=(1e-3, 1e-2),
+               steps=(2, 4), folds=3)  # fmt: skip
+ALIGNED = {"transfusion", "rebasin", "align_mask"}  # an MLP has no permutation spec
+
+
+@pytest.fixture(scope="module")
+def given() -> dict[str, Any]:
+    return setting()
+
+
+def run(given: dict[str, Any], **options: Any) -> Results:
+    return compare(**{**given, "search": SMALL, "shots": (3,), "seeds": (0, 1), **options})
+
+
+@pytest.fixture(scope="module")
+def validated(given) -> Results:
+    return run(given)
+
+
+@pytest.fixture(scope="module")
+def folded(given) -> Results:
+    return run(given, validation="none")
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - ALIGNED - {"best"}))
+@pytest.mark.parametrize("regime", ["validation", "few_shot"])
+def test_every_method_runs_in_both_regimes(validated, folded, name, regime):
+    results = validated if regime == "validation" else folded
+    mine = [row for row in results.rows if row["method"] == name]
+    assert len(mine) == 2
+    assert {row["regime"] for row in mine} == {regime}
+    for row in mine:
+        assert 0 <= row["accuracy"] <= 100
+        assert row["seconds"] >= 0
+        assert row["loss_before"] > 0
+        assert json.dumps(row, allow_nan=False)
+
+
+def test_methods_that_cannot_run_are_left_out_aloud(validated):
+    assert not ALIGNED & {row["method"] for row in validated.rows}
+    for name in ALIGNED:
+        assert any(note.startswith(f"{name} was left out") for note in validated.notes)
+
+
+def test_a_method_asked_for_by_name_must_run(given):
+    with pytest.raises(IncompatibleCheckpoints):
+        run(given, methods=["transfusion"])
+
+
+def test_unknown_method_names_the_nearest(given):
+    with pytest.raises(UsageError, match="Did you mean 'gradfix'"):
+        run(given, methods=["gradfx"])
+
+
+def test_the_target_comes_back_bit_identical(given):
+    before = {name: p.clone() for name, p in given["target"].model.named_parameters()}
+    run(given, methods=["gradfix", "few_shot", "veto_polish"], seeds=(0,))
+    assert all(torch.equal(before[name], p) for name, p in given["target"].model.named_parameters())
+
+
+def test_recovered_is_the_share_of_the_fine_tuning_gain(validated):
+    accuracy = {row["method"]: row["accuracy"] for row in validated.rows if row["seed"] == 0}
+    row = next(row for row in validated.rows if row["method"] == "gradfix" and row["seed"] == 0)
+    gain = accuracy["fine_tuned"] - accuracy["zero_shot"]
+    assert row["recovered"] == pytest.approx((row["accuracy"] - accuracy["zero_shot"]) / gain)
+
+
+def test_test_answers_change_no_choice(given):
+    """Every choice is the same when the test labels are shuffled."""
+    honest = run(given, methods=["naive", "veto", "few_shot"], seeds=(0,))
+    data = given["data"]
+    wrong = [dict(row, label=LABELS[(LABELS.index(row["label"]) + 1) % 3]) for row in data.splits["test"]]
+    other = load_data({**data.splits, "test": wrong}, labels=dict(data.labels))
+    shuffled = run(given, methods=["naive", "veto", "few_shot"], seeds=(0,), data=other)
+    chosen = [
+        (r["method"], r["alpha"], r["margin"], r.get("rate"), r["validation_score"]) for r in honest.rows
+    ]
+    assert chosen == [
+        (r["method"], r["alpha"], r["margin"], r.get("rate"), r["validation_score"]) for r in shuffled.rows
+    ]
+    assert honest.verdict["method"] == shuffled.verdict["method"]
+
+
+def test_without_validation_only_folds_are_looked_at(given, folded):
+    """The same rows come out when there is no validation split at all."""
+    bare = run(given, validation="none", data=dataset(validation=False), methods=["gradfix", "few_shot"])
+    for row in bare.rows:
+        twin = next(
+            other for other in folded.rows if all(other[k] == row[k] for k in ("method", "shots", "seed"))
+        )
+        assert (twin["alpha"], twin["accuracy"], twin["validation_accuracy"]) == (
+            row["alpha"],
+            row["accuracy"],
+            row["validation_accuracy"],
+        )
+
+
+def test_no_validation_split_means_folds(given):
+    results = run(given, data=dataset(validation=False), methods=["naive"], seeds=(0,))
+    assert {row["regime"] for row in results.rows} == {"few_shot"}
+
+
+def test_regimes_are_never_mixed(validated, folded):
+    with pytest.raises(UsageError, match="cannot be compared"):
+        Results.build([*validated.rows, *folded.rows], versions={})
+
+
+def test_an_example_on_two_sides_is_refused(given):
+    data = given["data"]
+    leaked = {**data.splits, "test": [*data.splits["test"], dict(data.splits["validation"][0])]}
+    with pytest.raises(DataError, match="same example"):
+        run(given, data=load_data(leaked, labels=dict(data.labels)))
+
+
+def test_missing_test_split_is_named(given):
+    with pytest.raises(DataError, match="no test split"):
+        run(given, data=load_data({"train": rows(30, 1, 0.5)}))
+
+
+def test_votes_of_folds_add_up_to_the_votes_of_the_set(given):
+    arena = Arena(
+        bound=given["target"],
+        tau=TaskVector.between(given["base"], given["tuned"]),
+        train=given["data"].splits["train"],
+        validation=None,
+        test=given["data"].splits["test"],
+        search=SMALL,
+    )
+    support = arena.support(4, 0)
+    whole = support.votes(support.whole)
+    assert whole.count == 12
+    views = support.views()
+    assert [len(view.fit) for view in views] == [8, 8, 8]
+    total = sum(support.votes(view)["0.weight"].int() for view in views)
+    assert torch.equal(total, 2 * whole["0.weight"].int())  # each example is in all folds but one
+    mean = support.gradient(support.whole)
+    parts = [support.gradient(view) for view in views]
+    assert torch.allclose(sum(part["0.weight"] for part in parts) / 3, mean["0.weight"], atol=1e-6)
+
+
+def test_equal_accuracies_go_to_the_lower_loss():
+    better, worse = Score(5, 2.0, 10), Score(5, 2.5, 10)
+    assert better.value > worse.value
+    assert Score(6, 1e9, 10).value > better.value
+    assert Score(5, float("nan"), 10).value < worse.value
+
+
+class Killed(BaseException):
+    """Stands in for SIGKILL: nothing catches it."""
+
+
+def test_a_killed_run_loses_one_unit_and_gives_the_same_json(given, tmp_path, monkeypatch):
+    names = ["naive", "gradfix", "gradfix_mean", "veto", "few_shot"]
+    whole = run(given, methods=names, work=tmp_path / "whole")
+    done: list[str] = []
+
+    def dies_at(count: int):
+        def progress(what: str, now: int, total: int) -> None:
+            if now == count:
+                raise Killed
+            done.append(what)
+
+        return progress
+
+    for stop in (2, 5, 9):
+        with pytest.raises(Killed):
+            run(given, methods=names, work=tmp_path / "cut", progress=dies_at(stop))
+    files = sorted((tmp_path / "cut" / "units").iterdir())
+    assert len(files) == 8  # nine units asked for, one of them (zero_shot) is shared by the seeds
+    resumed = run(given, methods=names, work=tmp_path / "cut")
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in files]
+    assert without_seconds(resumed) == without_seconds(whole)
+    again = run(given, methods=names, work=tmp_path / "cut")
+    assert again.to_json() == resumed.to_json()
+
+
+def without_seconds(results: Results) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in results.rows]
+
+
+def test_finished_units_are_not_done_again(given, tmp_path, monkeypatch):
+    first = run(given, methods=["gradfix"], work=tmp_path)
+    monkeypatch.setattr(comparison._Run, "_work", lambda *a, **k: pytest.fail("worked again"))
+    assert run(given, methods=["gradfix"], work=tmp_path).to_json() == first.to_json()
+
+
+def test_another_setting_reads_no_old_unit(given, tmp_path):
+    first = run(given, methods=["naive"], work=tmp_path)
+    finer = run(given, methods=["naive"], work=tmp_path, search=replace(SMALL, alphas=(0.1, 0.2), wider=()))
+    assert max(row["alpha"] for row in finer.rows) <= 0.2 < max(row["alpha"] for row in first.rows)
+
+
+def test_costs_count_the_passes(given, validated):
+    """Measured FLOPs of GradFix: the vote, and every alpha on the validation split."""
+    from gradfix.costs import flops
+
+    parameters = sum(p.numel() for p in given["target"].model.parameters())
+    row = next(row for row in validated.rows if row["method"] == "gradfix")
+    curve = next(curve for curve in validated.curves if curve["method"] == "gradfix")
+    alphas = len(curve["points"])
+    expected = flops("gradfix", parameters, 9, scored=60, settings=alphas) + parameters * 2 * (alphas - 2)
+    assert row["flops"] == pytest.approx(expected)
+    assert row["samples"] == 9
+
+
+def test_changed_examples_are_shown_with_their_answers(validated):
+    (changed,) = validated.changed
+    assert 0 < len(changed["examples"]) <= 12
+    for example in changed["examples"]:
+        assert example["before"] != example["after"]
+        assert (example["after"] == example["label"]) == (example["kind"] == "repaired")

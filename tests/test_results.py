@@ -1,0 +1,175 @@
+"""Results: aggregation, the verdict's words, and files that come back as they were."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gradfix.errors import CorruptInput, UsageError
+from gradfix.results import Results, recovered
+from gradfix.verdicts import judge
+
+
+def row(method: str, accuracy: float, validation: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "pair": None, "task": "toy", "method": method, "shots": 5, "seed": seed, "accuracy": accuracy,
+        "recovered": None, "alpha": 0.0 if method == "zero_shot" else 1.0, "margin": None, "seconds": 1.0,
+        "regime": "validation", "validation_accuracy": validation, "validation_score": validation, "flops": 1e9,
+        "samples": 10, "test_samples": 500, "notes": [], **more,
+    }  # fmt: skip
+
+
+def both(
+    method: str, accuracies: tuple[float, float], validation: float, **more: Any
+) -> list[dict[str, Any]]:
+    return [row(method, accuracy, validation, seed, **more) for seed, accuracy in enumerate(accuracies)]
+
+
+BASE = [*both("zero_shot", (40.0, 40.0), 41.0), *both("fine_tuned", (90.0, 90.0), 91.0)]
+CASES = {
+    "a transport wins": (
+        [*BASE, *both("gradfix", (70, 72), 70), *both("naive", (50, 50), 51)],
+        {"method": "gradfix", "transport": True, "exceeds_spread": True, "test_agrees": True},
+        ["Ship gradfix", "+31.0 points over", "62% of the fine-tuning gain", "more than the seeds' spread"],
+    ),
+    "within the spread": (
+        [*BASE, *both("gradfix", (70, 72), 70), *both("naive", (72, 66), 69)],
+        {"method": "gradfix", "exceeds_spread": False},
+        ["within the seeds' spread", "not told apart"],
+    ),
+    "few-shot wins": (
+        [*BASE, *both("gradfix", (60, 60), 60), *both("few_shot", (75, 75), 74)],
+        {"method": "few_shot", "transport": False},
+        ["Do not transport: few_shot"],
+    ),
+    "nothing helps": (
+        [*BASE, *both("gradfix", (40, 40), 41, alpha=0.0), *both("naive", (39, 39), 40)],
+        {"method": "zero_shot", "transport": False, "over_zero_shot": 0.0},
+        ["Do not transport: keep the target"],
+    ),
+    "references are no candidates": (
+        [*BASE, *both("oracle", (95, 95), 95), *both("gradfix", (50, 50), 55)],
+        {"method": "gradfix", "test_agrees": True},
+        ["Ship gradfix"],
+    ),
+    "test disagrees": (
+        [*BASE, *both("gradfix", (50, 50), 60), *both("naive", (55, 55), 58)],
+        {"method": "gradfix", "best_on_test": "naive", "test_agrees": False},
+        ["On test naive was 5.0 points higher"],
+    ),
+    "a choice that hurts on test": (
+        [*BASE, *both("gradfix", (35, 35), 60)],
+        {"method": "gradfix", "over_zero_shot": -5.0},
+        ["Test disagrees", "5.0 points below"],
+    ),
+    "one seed": (
+        [row("zero_shot", 40, 40), row("gradfix", 60, 60)],
+        {"method": "gradfix", "exceeds_spread": False, "spread": None, "recovered": None},
+        ["one seed"],
+    ),
+    "folds": (
+        [{**entry, "regime": "few_shot"} for entry in [*BASE, *both("veto", (60, 60), 60)]],
+        {"method": "veto", "regime": "few_shot"},
+        ["held-out folds"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verdict(case):
+    rows, expected, words = CASES[case]
+    verdict = Results.build(rows, versions={}).verdict
+    assert {key: verdict[key] for key in expected} == expected
+    for phrase in words:
+        assert phrase in verdict["text"]
+
+
+def test_verdict_has_the_contract_keys():
+    verdict = judge(BASE)
+    keys = {
+        "method",
+        "text",
+        "recovered",
+        "accuracy",
+        "margin_over_next",
+        "exceeds_spread",
+        "cost_seconds",
+        "transport",
+    }
+    assert keys <= set(verdict)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "zero", "tuned", "share"),
+    [
+        (70, 40, 90, 0.6),
+        (40, 40, 90, 0.0),
+        (30, 40, 90, -0.2),
+        (95, 40, 90, 1.1),
+        (50, 40, 40, None),
+        (50, 40, None, None),
+    ],
+)
+def test_recovered(accuracy, zero, tuned, share):
+    assert recovered(accuracy, zero, tuned) == (None if share is None else pytest.approx(share))
+
+
+def test_the_headline_is_the_largest_budget():
+    rows = [*BASE, *both("gradfix", (60, 60), 60)]
+    more = [
+        {**entry, "shots": 50}
+        for entry in [*BASE, *both("gradfix", (60, 60), 60), *both("veto", (80, 80), 80)]
+    ]
+    results = Results.build([*rows, *more], versions={})
+    assert results.verdict["method"] == "veto"
+    assert [verdict["method"] for verdict in results.verdicts] == ["gradfix", "veto"]
+
+
+def test_merge_keeps_pairs_apart():
+    parts = [
+        Results.build(
+            [{**entry, "pair": pair} for entry in [*BASE, *both("veto", (60, 70), score)]], versions={}
+        )
+        for pair, score in (("unrelated", 60), ("related", 30))
+    ]
+    merged = Results.merge(parts)
+    assert merged.pairs() == ["unrelated", "related"]
+    assert merged.verdict["pairs"]["related"]["method"] == "zero_shot"
+    assert merged.baselines["unrelated"]["zero_shot"] == 40
+    assert "Unrelated: Ship veto" in merged.verdict["text"]
+    with pytest.raises(UsageError, match="pair name"):
+        Results.merge([parts[0], parts[0]])
+
+
+def test_summary_has_mean_and_spread():
+    results = Results.build(
+        [*BASE, *both("veto", (60, 70), 60)], versions={}, titles={"veto": "V", "zero_shot": "Z"}
+    )
+    summary = {entry["method"]: entry for entry in results.summary_rows()}
+    assert summary["veto"]["accuracy"] == 65
+    assert summary["veto"]["spread"] == pytest.approx(7.0710678)
+    assert summary["veto"]["recovered"] == pytest.approx(0.5)
+    assert results.summary_rows()[0]["method"] == "veto"  # in the order of the titles
+
+
+def test_saved_results_come_back(tmp_path):
+    results = Results.build(BASE, versions={"gradfix": "0"}, notes=["<b>"])
+    results.save(tmp_path / "r.json")
+    assert Results.load(tmp_path / "r.json") == results
+    assert {"rows", "baselines", "verdict", "versions"} <= set(json.loads((tmp_path / "r.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 3}', '{"rows": [], "odd": 1}', "\x00"]
+)
+def test_a_file_that_is_no_results_file_is_named(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(CorruptInput, match="not a results file"):
+        Results.load(tmp_path / "r.json")
+
+
+def test_notebook_view_escapes():
+    hostile = [*BASE, *both("<script>alert(1)</script>", (60, 60), 60)]
+    assert "<script>" not in Results.build(hostile, versions={})._repr_html_()
