@@ -79,7 +79,7 @@ class Alignment:
         """The alignment in words, one line per kind of group."""
         lines = [
             f"{self.method} on {self.layout.family.name}: cosine {self.cosine_before:.3f} -> "
-            f"{self.cosine_after:.3f} in {self.sweeps} sweeps; {self.identity_share():.1%} of all units in place"
+            f"{self.cosine_after:.3f} in {self.sweeps} sweeps; {self.identity_share():.1%} of units in place"
         ]
         kinds: dict[str, list[str]] = {}
         for group in self.groups:

@@ -57,6 +57,7 @@ class Matching:
         shared = [name for name in base if name in target and base[name].is_floating_point()]
         self.blocks = [block for name in shared for block in blocks_of(layout, name, shapes[name])]
         self.inner = sorted({part.inner for block in self.blocks for part in block.parts if part.inner})
+        self.stale = set(self.inner)
         self.uses: dict[str, list[tuple[Block, int]]] = {name: [] for name in self.inner}
         for block in self.blocks:
             for axis, part in enumerate(block.parts):
@@ -134,32 +135,35 @@ class Matching:
         unmoved, overlap = dict(self.groups), self.overlap()
         settled = set(self.groups) - set(self.inner)
         waiting = list(self.inner)
+        self.stale = set()
         while waiting:
             group = max(waiting, key=lambda name: self._evidence(name, settled))
             waiting.remove(group)
             if self._evidence(group, settled):
                 self.improve(group, settled)
+            if len(self._voices(group, settled)) < len(self.uses[group]):
+                self.stale.add(group)  # not every tensor was heard yet
             settled.add(group)
         if self.overlap() < overlap:
-            self.groups = unmoved
+            self.groups, self.stale = unmoved, set(self.inner)
 
     def _evidence(self, group: str, settled: set[str]) -> int:
         return sum(self.target[block.name].numel() for block, _ in self._voices(group, settled))
 
     def sweep(self, seed: int, limit: int = 100) -> int:
-        """Visit groups in random order until none improves; returns the number of sweeps."""
+        """Visit groups in random order until none improves; returns the number of sweeps.
+
+        A group is visited again only when one that shares a tensor with it has moved since."""
         order = random.Random(seed)
-        stale = set(self.inner)
         for sweeps in range(limit):
-            if not stale:
+            if not self.stale:
                 return sweeps
-            visit = sorted(stale)
+            visit = sorted(self.stale)
             order.shuffle(visit)
-            stale = set()
             for group in visit:
-                stale.discard(group)
+                self.stale.discard(group)
                 if self.improve(group):
-                    stale |= self._neighbours(group)
+                    self.stale |= self._neighbours(group)
         return limit
 
     def _neighbours(self, group: str) -> set[str]:
