@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.folder import copy_side_files, layout_of, target_fingerprint, versions, write_index
+from gradfix.checkpoints.folder import copy_side_files, layout_of, versions, write_index
+from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import (
     CHUNK,
     Checkpoint,
-    SafetensorsCheckpoint,
     Source,
     open_checkpoint,
-    raw_bytes,
 )
-from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, sha256_file
+from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.write import (
     SafetensorsWriter,
     refuse_inside,
@@ -32,12 +30,11 @@ from gradfix.checkpoints.write import (
     torch_dtype,
     write_manifest,
 )
-from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.masks import MASKS, Mask
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
 from gradfix.preflight import Plan, plan_transport
-from gradfix.transported import mask_options, mask_piece, random_directions, share
-from gradfix.votes.identity import check_probe
-from gradfix.votes.tally import SignVotes, votes_metadata
+from gradfix.transported import mask_piece, share
+from gradfix.votes.ballot import Ballot, OpenVotes
+from gradfix.votes.tally import SignVotes
 
 MAX_NORM_RATIO = 0.5
 LEAST_KEPT = 0.01
@@ -83,7 +80,7 @@ def transport_checkpoint(
     tuned: Source | Checkpoint,
     target: Source | Checkpoint,
     out: str | os.PathLike[str],
-    votes: SignVotes | str | os.PathLike[str] | None = None,
+    votes: SignVotes | OpenVotes | str | os.PathLike[str] | None = None,
     mask: str = "agree",
     alpha: float = 1.0,
     margin: float | None = None,
@@ -96,34 +93,37 @@ def transport_checkpoint(
     details: Mapping[str, Any] | None = None,
     extras: Callable[[Path], None] | None = None,
     inputs: Mapping[str, Checkpoint] | None = None,
+    hashes: InputHashes | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> StreamReport:
     """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
 
     `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none.
-    `extras(staging)` may add files; `details` go into the manifest."""
+    `extras(staging)` may add files; `details` go into the manifest. A lazy `tuned` that reads other files
+    hands in the `hashes` it reads them through."""
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     out = Path(out)
     refuse_inside(out, [c.path for c in (before, after, goal) if c.path is not None])
     plan = plan_transport(before, after, goal, head=head, strict=strict)
-    ballot = _Ballot(votes, mask, margin, seed, plan, goal)
+    ballot = Ballot(votes, mask, margin, seed, plan, goal)
     job = _Job(
-        before, after, goal, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype
-    )
+        before, after, goal, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype,
+        hashes or InputHashes([before, after, goal]),
+    )  # fmt: skip
     need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
     with staged_folder(out, overwrite=overwrite, need_bytes=need) as staging:
-        hashes = job.write(staging, plan, progress)
+        written = job.write(staging, plan, progress)
         copy_side_files(goal, staging)
         if extras is not None:
             extras(staging)
         report = job.report(out, plan, force)
         roles = inputs or {"base": before, "tuned": after, "target": goal}
-        write_manifest(staging, job.manifest(report, roles, details), hashes)
+        write_manifest(staging, job.manifest(report, roles, details), written)
     return report
 
 
-class _Zeros(Checkpoint):
+class Zeros(Checkpoint):
     """The base of an update that is already a difference."""
 
     def __init__(self, like: Checkpoint) -> None:
@@ -138,6 +138,11 @@ class _Zeros(Checkpoint):
     def read(self, name: str) -> Tensor:
         return torch.zeros(self.info(name).shape, dtype=self.info(name).dtype)
 
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        info = self.info(name)
+        for first in range(0, info.numel, elements):
+            yield torch.zeros(min(elements, info.numel - first), dtype=info.dtype)
+
 
 def write_update(
     update: Mapping[str, Tensor],
@@ -151,7 +156,7 @@ def write_update(
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest."""
     delta = open_checkpoint(dict(update))
     return transport_checkpoint(
-        base=_Zeros(delta),
+        base=Zeros(delta),
         tuned=delta,
         target=target,
         out=out,
@@ -159,86 +164,6 @@ def write_update(
         alpha=alpha,
         inputs=inputs,
         **options,
-    )
-
-
-class _Ballot:
-    """What the mask is shown, piece by piece, under on-disk names."""
-
-    def __init__(
-        self,
-        votes: SignVotes | str | os.PathLike[str] | None,
-        mask: str,
-        margin: float | None,
-        seed: int | None,
-        plan: Plan,
-        target: Checkpoint,
-    ) -> None:
-        self.mask, self.seed = mask, seed
-        self.rule: Mask = MASKS[mask]
-        self.source: Checkpoint | None = None
-        self.count, self.target_hash = 0, None
-        if self.rule.sees == "reference":
-            raise UsageError(
-                "mask 'magnitude' needs gradients, which are not kept in votes files; use transport()."
-            )
-        if self.rule.sees in ("chance", "nothing"):
-            if self.rule.sees == "chance" and seed is None:
-                raise UsageError("the random masks need a seed.")
-            self.options = mask_options(mask, None, margin)
-            return
-        if votes is None:
-            raise UsageError(f"mask {mask!r} needs votes: make them with `gradfix vote` and pass the file.")
-        if isinstance(votes, SignVotes):
-            known = set(target.names())
-            named = {votes.disk_names.get(n, n) if n not in known else n: t for n, t in votes.items()}
-            self.source, about = open_checkpoint(named), votes
-        else:
-            file = SafetensorsFile(Path(votes))
-            about = SignVotes({}, **votes_metadata(file.path, file.metadata))
-            self.source = _renamed_file(file, about.disk_names, set(target.names()))
-        self.count, self.target_hash = about.count, about.target_hash
-        check_probe(about.probe, target)
-        self.options = mask_options(mask, SignVotes({}, self.count), margin)
-        self._check_names(plan, target)
-
-    def _check_names(self, plan: Plan, target: Checkpoint) -> None:
-        assert self.source is not None
-        strangers = sorted(set(self.source.names()) - set(target.names()))
-        if strangers:
-            raise IncompatibleCheckpoints(
-                f"the votes hold {len(strangers)} tensors that {target} lacks, first {strangers[0]!r}. "
-                "Vote on this target with `gradfix vote`."
-            )
-        for name in self.source.names():
-            if self.source.info(name).shape != target.info(name).shape:
-                raise IncompatibleCheckpoints(
-                    f"votes for {name!r} are {list(self.source.info(name).shape)}, the target's tensor is "
-                    f"{list(target.info(name).shape)}."
-                )
-        if not set(self.source.names()) & set(plan.transported):
-            raise IncompatibleCheckpoints(f"the votes cover none of the tensors of {target}.")
-
-    def has(self, name: str) -> bool:
-        return self.source is None or name in self.source
-
-    def pieces(self, name: str, count: int) -> Iterator[Tensor]:
-        if self.rule.sees == "nothing":
-            return (
-                torch.zeros(min(CHUNK, count - first), dtype=torch.int8) for first in range(0, count, CHUNK)
-            )
-        if self.source is None:
-            return random_directions(self.seed or 0, name, count)
-        return self.source.chunks(name, CHUNK)
-
-
-def _renamed_file(file: SafetensorsFile, disk_names: Mapping[str, str], known: set[str]) -> Checkpoint:
-    """A votes file saved straight from a module carries module names; show it under on-disk names."""
-    checkpoint = SafetensorsCheckpoint(file.path, [file])
-    if set(checkpoint.names()) <= known:
-        return checkpoint
-    return open_checkpoint(
-        {disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries}
     )
 
 
@@ -250,15 +175,15 @@ class _Job:
         base: Checkpoint,
         tuned: Checkpoint,
         target: Checkpoint,
-        ballot: _Ballot,
+        ballot: Ballot,
         alpha: float,
         dtype: torch.dtype | None,
+        hashes: InputHashes,
     ) -> None:
         self.base, self.tuned, self.target = base, tuned, target
-        self.ballot, self.alpha, self.dtype = ballot, alpha, dtype
+        self.ballot, self.alpha, self.dtype, self.hashes = ballot, alpha, dtype, hashes
         self.fates: dict[str, Fate] = {}
         self.abstained: list[str] = []
-        self.hashes = _InputHashes([base, tuned, target])
 
     def out_info(self, name: str, source: Checkpoint | None = None) -> TensorInfo:
         info = (source or self.target).info(name)
@@ -296,17 +221,17 @@ class _Job:
 
     def _copied(self, name: str, source: Checkpoint) -> Iterator[Tensor]:
         info = self.out_info(name, source)
-        for piece in self.hashes.chunks(source, name):
+        for piece in self.hashes.chunks(source, name, CHUNK):
             yield piece.to(info.dtype)
 
     def _moved(self, name: str) -> Iterator[Tensor]:
         fate = self.fates[name] = Fate()
         out_dtype = self.out_info(name).dtype
         streams = zip(
-            self.hashes.chunks(self.base, name),
-            self.hashes.chunks(self.tuned, name),
-            self.hashes.chunks(self.target, name),
-            self.ballot.pieces(name, self.target.info(name).numel),
+            self.hashes.chunks(self.base, name, CHUNK),
+            self.hashes.chunks(self.tuned, name, CHUNK),
+            self.hashes.chunks(self.target, name, CHUNK),
+            self.ballot.pieces(name, self.target.info(name).numel, CHUNK),
             strict=True,
         )
         for base, tuned, target, seen in streams:
@@ -406,12 +331,7 @@ class _Job:
             for role, checkpoint in roles.items()
         }
         votes = {"count": self.ballot.count, "target_hash": self.ballot.target_hash}
-        target_hash = self.ballot.target_hash
-        found = target_fingerprint(self.target, self.hashes.of(self.target))
-        if target_hash is not None and target_hash != found:
-            raise IncompatibleCheckpoints(
-                f"the votes were taken on other weights than {self.target}. Vote again on this target."
-            )
+        self.ballot.require(self.target, self.hashes)
         config = {
             "mask": self.ballot.mask,
             "alpha": self.alpha,
@@ -437,50 +357,6 @@ class _Job:
             "notes": list(report.notes),
             "details": dict(details or {}),
             "tensors": report.tensors,
-        }
-
-
-class _InputHashes:
-    """Hash the inputs while they stream by, in a thread of its own (hashlib releases the GIL)."""
-
-    def __init__(self, checkpoints: list[Checkpoint]) -> None:
-        from gradfix.checkpoints.safetensors_file import FileHash
-
-        self._hashes = {path: FileHash(path) for c in checkpoints for path in c.files}
-        self._pool = ThreadPoolExecutor(max_workers=1)
-        self._pending: list[Future[None]] = []
-
-    def __enter__(self) -> _InputHashes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True)
-
-    def chunks(self, checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-        if not isinstance(checkpoint, SafetensorsCheckpoint):
-            yield from checkpoint.chunks(name, CHUNK)
-            return
-        shard = checkpoint.shard_of(name)
-        entry = shard.entries[name]
-        digest = self._hashes[shard.path]
-        if entry.start == shard.header_bytes:
-            with open(shard.path, "rb") as file:
-                digest.update(0, file.read(shard.header_bytes))
-        offset = entry.start
-        for piece in shard.chunks(name, CHUNK):
-            self._submit(digest.update, offset, raw_bytes(piece))
-            offset += piece.numel() * piece.dtype.itemsize
-            yield piece
-
-    def _submit(self, update: Callable[..., None], offset: int, data: memoryview) -> None:
-        if len(self._pending) >= 16:
-            self._pending.pop(0).result()
-        self._pending.append(self._pool.submit(update, offset, data))
-
-    def of(self, checkpoint: Checkpoint) -> dict[str, str]:
-        return {
-            path.name: self._hashes[path].hexdigest() if path in self._hashes else sha256_file(path)
-            for path in checkpoint.files
         }
 
 

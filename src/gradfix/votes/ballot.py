@@ -1,0 +1,126 @@
+"""Votes as a stream shows them to a mask: piece by piece, under on-disk names, checked against the target."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.folder import target_fingerprint
+from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint, open_checkpoint
+from gradfix.checkpoints.safetensors_file import SafetensorsFile
+from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.masks import MASKS, Mask
+from gradfix.pieces import recut
+from gradfix.preflight import Plan
+from gradfix.transported import mask_options, random_directions
+from gradfix.votes.identity import check_probe
+from gradfix.votes.tally import SignVotes, votes_metadata
+
+
+@dataclass(frozen=True)
+class OpenVotes:
+    """Votes that are read when asked for, under on-disk names; `about` holds their count and identity."""
+
+    source: Checkpoint
+    about: SignVotes
+
+
+def open_votes(votes: SignVotes | OpenVotes | str | os.PathLike[str], target: Checkpoint) -> OpenVotes:
+    if isinstance(votes, OpenVotes):
+        return votes
+    known = set(target.names())
+    if isinstance(votes, SignVotes):
+        named = {votes.disk_names.get(n, n) if n not in known else n: t for n, t in votes.items()}
+        return OpenVotes(open_checkpoint(named), votes)
+    file = SafetensorsFile(Path(votes))
+    about = SignVotes({}, **votes_metadata(file.path, file.metadata))
+    return OpenVotes(_renamed_file(file, about.disk_names, known), about)
+
+
+class Ballot:
+    """What the mask is shown, piece by piece, under on-disk names."""
+
+    def __init__(
+        self,
+        votes: SignVotes | OpenVotes | str | os.PathLike[str] | None,
+        mask: str,
+        margin: float | None,
+        seed: int | None,
+        plan: Plan,
+        target: Checkpoint,
+    ) -> None:
+        self.mask, self.seed = mask, seed
+        self.rule: Mask = MASKS[mask]
+        self.source: Checkpoint | None = None
+        self.count, self.target_hash = 0, None
+        if self.rule.sees == "reference":
+            raise UsageError(
+                "mask 'magnitude' needs gradients, which are not kept in votes files; use transport()."
+            )
+        if self.rule.sees in ("chance", "nothing"):
+            if self.rule.sees == "chance" and seed is None:
+                raise UsageError("the random masks need a seed.")
+            self.options = mask_options(mask, None, margin)
+            return
+        if votes is None:
+            raise UsageError(f"mask {mask!r} needs votes: make them with `gradfix vote` and pass the file.")
+        opened = open_votes(votes, target)
+        self.source, about = opened.source, opened.about
+        self.count, self.target_hash = about.count, about.target_hash
+        check_probe(about.probe, target)
+        self.options = mask_options(mask, SignVotes({}, self.count), margin)
+        self._check_names(plan, target)
+
+    def _check_names(self, plan: Plan, target: Checkpoint) -> None:
+        assert self.source is not None
+        strangers = sorted(set(self.source.names()) - set(target.names()))
+        if strangers:
+            raise IncompatibleCheckpoints(
+                f"the votes hold {len(strangers)} tensors that {target} lacks, first {strangers[0]!r}. "
+                "Vote on this target with `gradfix vote`."
+            )
+        for name in self.source.names():
+            if self.source.info(name).shape != target.info(name).shape:
+                raise IncompatibleCheckpoints(
+                    f"votes for {name!r} are {list(self.source.info(name).shape)}, the target's tensor is "
+                    f"{list(target.info(name).shape)}."
+                )
+        if not set(self.source.names()) & set(plan.transported):
+            raise IncompatibleCheckpoints(f"the votes cover none of the tensors of {target}.")
+
+    def has(self, name: str) -> bool:
+        return self.source is None or name in self.source
+
+    def require(self, target: Checkpoint, hashes: InputHashes) -> None:
+        """Refuse votes that were taken on other weights; cheap once the target has been read."""
+        if self.target_hash is None:
+            return
+        if self.target_hash != target_fingerprint(target, hashes.of(target)):
+            raise IncompatibleCheckpoints(
+                f"the votes were taken on other weights than {target}. Vote again on this target."
+            )
+
+    def pieces(self, name: str, count: int, elements: int) -> Iterator[Tensor]:
+        """What the rule sees of one tensor of `count` entries, in flat pieces."""
+        if self.rule.sees == "nothing":
+            sizes = (min(elements, count - first) for first in range(0, count, elements))
+            return (torch.zeros(size, dtype=torch.int8) for size in sizes)
+        if self.source is None:
+            return recut(random_directions(self.seed or 0, name, count), elements)
+        return self.source.chunks(name, elements)
+
+
+def _renamed_file(file: SafetensorsFile, disk_names: Mapping[str, str], known: set[str]) -> Checkpoint:
+    """A votes file saved straight from a module carries module names; show it under on-disk names."""
+    checkpoint = SafetensorsCheckpoint(file.path, [file])
+    if set(checkpoint.names()) <= known:
+        return checkpoint
+    return open_checkpoint(
+        {disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries}
+    )
