@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from arenas import LABELS, dataset, rows, setting
 
+from arenas import LABELS, dataset, rows, setting
 from gradfix import comparison
 from gradfix.arena import Arena
 from gradfix.comparison import compare
@@ -171,16 +171,14 @@ class Killed(BaseException):
     """Stands in for SIGKILL: nothing catches it."""
 
 
-def test_a_killed_run_loses_one_unit_and_gives_the_same_json(given, tmp_path, monkeypatch):
+def test_a_killed_run_loses_one_unit_and_gives_the_same_json(given, tmp_path):
     names = ["naive", "gradfix", "gradfix_mean", "veto", "few_shot"]
     whole = run(given, methods=names, work=tmp_path / "whole")
-    done: list[str] = []
 
     def dies_at(count: int):
         def progress(what: str, now: int, total: int) -> None:
             if now == count:
                 raise Killed
-            done.append(what)
 
         return progress
 
@@ -188,9 +186,10 @@ def test_a_killed_run_loses_one_unit_and_gives_the_same_json(given, tmp_path, mo
         with pytest.raises(Killed):
             run(given, methods=names, work=tmp_path / "cut", progress=dies_at(stop))
     files = sorted((tmp_path / "cut" / "units").iterdir())
-    assert len(files) == 8  # nine units asked for, one of them (zero_shot) is shared by the seeds
+    finished = [path.read_bytes() for path in files]
+    assert len(files) == 7  # of nine units, zero_shot and naive of the second seed are shared with the first
     resumed = run(given, methods=names, work=tmp_path / "cut")
-    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in files]
+    assert [path.read_bytes() for path in files] == finished
     assert without_seconds(resumed) == without_seconds(whole)
     again = run(given, methods=names, work=tmp_path / "cut")
     assert again.to_json() == resumed.to_json()
@@ -209,7 +208,8 @@ def test_finished_units_are_not_done_again(given, tmp_path, monkeypatch):
 def test_another_setting_reads_no_old_unit(given, tmp_path):
     first = run(given, methods=["naive"], work=tmp_path)
     finer = run(given, methods=["naive"], work=tmp_path, search=replace(SMALL, alphas=(0.1, 0.2), wider=()))
-    assert max(row["alpha"] for row in finer.rows) <= 0.2 < max(row["alpha"] for row in first.rows)
+    alphas = [next(r["alpha"] for r in results.rows if r["method"] == "naive") for results in (first, finer)]
+    assert alphas[1] <= 0.2 < alphas[0]
 
 
 def test_costs_count_the_passes(given, validated):
@@ -223,6 +223,24 @@ def test_costs_count_the_passes(given, validated):
     expected = flops("gradfix", parameters, 9, scored=60, settings=alphas) + parameters * 2 * (alphas - 2)
     assert row["flops"] == pytest.approx(expected)
     assert row["samples"] == 9
+
+
+def test_without_a_tuned_target_the_target_is_fine_tuned(given, tmp_path):
+    options = {"methods": ["oracle", "fine_tuned"], "seeds": (0,), "target_tuned": None, "work": tmp_path}
+    before = {name: p.clone() for name, p in given["target"].model.named_parameters()}
+    results = run(given, finetune={"steps": 30, "lr": 0.01, "batch_size": 60}, **options)
+    accuracy = {row["method"]: row["accuracy"] for row in results.rows}
+    assert accuracy["fine_tuned"] > accuracy["zero_shot"] + 20
+    flops = {row["method"]: row["flops"] for row in results.rows}
+    assert flops["fine_tuned"] > 30 * 60 * 6 * sum(p.numel() for p in before.values())
+    assert all(torch.equal(before[name], p) for name, p in given["target"].model.named_parameters())
+
+
+def test_the_references_are_left_out_when_nobody_may_fine_tune(given):
+    results = run(given, methods=["oracle", "naive"], seeds=(0,), target_tuned=None, finetune=False)
+    assert [row["method"] for row in results.rows] == ["zero_shot", "naive"]
+    assert all(row["recovered"] is None for row in results.rows)
+    assert any("oracle was left out" in note for note in results.notes)
 
 
 def test_changed_examples_are_shown_with_their_answers(validated):

@@ -1,0 +1,286 @@
+"""The ring in which methods meet: one target, one task vector, one label budget.
+
+Votes, gradients, alignments and collated batches are made once and shared; each method is billed for
+what it used. Everything a method decides is decided by `Arena.choose`, on the validation split or on held-out
+folds of the few-shot set, never on both and never on test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.costs import Work
+from gradfix.data import few_shot
+from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.scale import dialled
+from gradfix.searching import Choice, Curve, Score, Search, Setting, View
+from gradfix.support import Support
+from gradfix.tasks.base import Batch, Bound, Example
+from gradfix.taskvector import TaskVector
+from gradfix.votes.collect import left_as_it_was
+
+Regime = Literal["validation", "few_shot"]
+CACHE_BYTES = 2**30
+
+
+@dataclass
+class Bill:
+    """What one unit of work used: its own passes, and shared products by name."""
+
+    own: Work = field(default_factory=Work)
+    shared: dict[str, Work] = field(default_factory=dict)
+    away: float = 0.0  # seconds spent making shared products inside the unit
+
+    def total(self, wall: float) -> Work:
+        own = Work(self.own.forward, self.own.backward, self.own.steps, self.own.vectors, wall - self.away)
+        return sum(self.shared.values(), own)
+
+
+class Arena:
+    """The opened target with everything the methods share."""
+
+    def __init__(
+        self,
+        *,
+        bound: Bound,
+        tau: TaskVector,
+        train: Sequence[Example],
+        validation: Sequence[Example] | None,
+        test: Sequence[Example],
+        search: Search | None = None,
+        batch_size: int = 32,
+        engine: str = "auto",
+        allow_fewer: bool = False,
+        store: Store | None = None,
+        aligned: Callable[[str], TaskVector] | None = None,
+        tuned_target: Callable[[], TaskVector] | None = None,
+    ) -> None:
+        self.bound, self.model = bound, bound.model
+        self.notes: list[str] = []
+        name_map(self.model)  # loads what the first vote would, so that no method is billed for imports
+        self.tau = self.by_module(tau)
+        self.train, self.validation, self.test = train, validation, test
+        self.search = search or Search()
+        self.batch_size, self.engine, self.allow_fewer = batch_size, engine, allow_fewer
+        self.regime: Regime = "few_shot" if validation is None else "validation"
+        self.store = store or Store()
+        self.bill = Bill()
+        self._aligned, self._tuned_target = aligned, tuned_target
+        self.examples: dict[str, Sequence[Example]] = {"test": test, "validation": validation or ()}
+        self._batches: dict[str, list[Batch]] = {}
+        self._shared: dict[str, tuple[Any, Work]] = {}
+        self._support: Support | None = None
+
+    def by_module(self, tau: TaskVector) -> TaskVector:
+        """The vector under the module's names, without tensors this model does not have."""
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        mapped = tau if set(tau) <= set(names) else name_map(self.model, list(tau)).to_module(tau)
+        odd = [name for name in mapped if name not in names and bool(mapped[name].any())]
+        if odd:
+            self.notes.append(f"{len(odd)} tensors of the vector are not in the target, first {odd[0]!r}.")
+        return TaskVector({name: mapped[name].to(names[name].device) for name in names if name in mapped})
+
+    # -- shared products -------------------------------------------------------------------------------
+
+    def shared(self, key: str, make: Callable[[], Any], *, file: bool = False) -> Any:
+        """Make `key` once; whoever asks is billed for it once."""
+        if key not in self._shared:
+            start, before = time.perf_counter(), self.bill
+            self.bill = Bill()
+            try:
+                value, stored = self.store.load(key) if file else (None, None)
+                if value is None:
+                    value = make()
+                    spent = time.perf_counter() - start
+                    stored = self.bill.total(spent)
+                    if file:
+                        self.store.save(key, value, stored)
+            finally:
+                self.bill = before
+            before.away += time.perf_counter() - start
+            assert stored is not None
+            self._shared[key] = (value, stored)
+        value, work = self._shared[key]
+        self.bill.shared[key] = work
+        return value
+
+    def open_bill(self) -> None:
+        """A new unit of work starts; what it uses is written on its own bill."""
+        self.bill = Bill()
+
+    def aligned(self, method: str) -> TaskVector:
+        """tau after permuting base A onto the target."""
+        if self._aligned is None:
+            raise UsageError(f"{method} needs the base checkpoint to align; give base=.")
+        make = self._aligned
+        return self.shared(f"align-{method}", lambda: self.by_module(make(method)))
+
+    def tuned_target(self) -> TaskVector | None:
+        """The target's own task vector, for the references; None where nobody can know it."""
+        if self._tuned_target is None:
+            return None
+        make = self._tuned_target
+        return self.shared("tuned-target", lambda: self.by_module(make()), file=True)
+
+    def support(self, shots: int, seed: int) -> Support:
+        if self._support is None or (self._support.shots, self._support.seed) != (shots, seed):
+            for key in [key for key in self._shared if key.startswith(("votes-", "gradient-"))]:
+                del self._shared[key]
+            self._batches = {name: b for name, b in self._batches.items() if not name.startswith("fold-")}
+            self._support = Support(self, shots, seed)
+        return self._support
+
+    # -- scoring ---------------------------------------------------------------------------------------
+
+    def few_shot_set(self, shots: int, seed: int) -> str:
+        """Draw the set of this budget and seed and return the name of its batches."""
+        name = f"few-{shots}-{seed}"
+        if name not in self.examples:
+            picked = few_shot(self.train, shots, seed, self.allow_fewer, self.bound.labels or None)
+            self.define(name, [self.train[index] for index in picked])
+        return name
+
+    def define(self, name: str, examples: Sequence[Example]) -> None:
+        self.examples[name] = examples
+        self._batches.pop(name, None)
+
+    def batches(self, name: str) -> Iterator[Batch]:
+        """Collated once where they fit in memory: every alpha sees the same tensors."""
+        if name in self._batches:
+            yield from self._batches[name]
+            return
+        kept: list[Batch] = []
+        size = 0
+        for batch in self.bound.batches(self.examples[name], self.batch_size):
+            size += sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, Tensor))
+            kept.append(batch)
+            if size > CACHE_BYTES:
+                kept.clear()
+            yield batch
+        if size <= CACHE_BYTES:
+            self._batches[name] = kept
+
+    def score(self, name: str) -> Score:
+        """The model as it stands now, on one named set."""
+        return self.predictions(name)[0]
+
+    def predictions(self, name: str) -> tuple[Score, list[int]]:
+        right, loss, answers = 0, 0.0, []
+        with left_as_it_was(self.model), torch.no_grad():
+            for batch in self.batches(name):
+                predicted, losses = self.bound.judge(self.model, batch)
+                right += int((predicted == batch["labels"]).sum())
+                loss += float(losses.double().sum())
+                answers += predicted.tolist()
+        if not answers:
+            raise DataError(f"no examples to score in {name}; check the data and its splits.")
+        self.bill.own += Work(forward=len(answers))
+        return Score(right, loss, len(answers)), answers
+
+    # -- choosing --------------------------------------------------------------------------------------
+
+    def choose(
+        self, support: Support, settings: Sequence[Setting], alphas: Sequence[float] | None = None
+    ) -> Choice:
+        """The best setting and alpha by the score of this arena's regime.
+
+        With `alphas` only those (and 0) are tried, without widening."""
+        chosen = settings[0]
+        if len(settings) > 1 and alphas is None:
+            probes = [self._curve(support, one.make, self.search.probes, ()) for one in settings]
+            best = max(range(len(settings)), key=lambda i: (probes[i].score.value, -i))
+            chosen = settings[best]
+        elif len(settings) > 1:
+            raise UsageError("fixed alphas are for methods with one setting.")
+        grid = self.search.alphas if alphas is None else alphas
+        curve = self._curve(support, chosen.make, grid, self.search.wider if alphas is None else ())
+        if len(settings) > 1 and probes[best].score.value > curve.score.value:
+            curve = Curve({**curve.points, **probes[best].points}, curve.notes)
+        return Choice(chosen, curve.best, curve, curve.notes)
+
+    def _curve(
+        self,
+        support: Support,
+        make: Callable[[View], TaskVector],
+        grid: Sequence[float],
+        wider: Sequence[float],
+    ) -> Curve:
+        views = support.views()
+        points = {0.0: support.untouched()}
+        # With one view the dial is kept; folds are revisited, so that one masked vector is alive at a time.
+        rungs = [sorted(grid), *([alpha] for alpha in wider if alpha > max(grid))]
+        only = make(views[0]) if len(views) == 1 else None
+        widened = False
+        for number, rung in enumerate(rungs):
+            curve = Curve(points)
+            if number and curve.best != max(points):
+                break
+            widened = number > 0
+            parts = [self._along(view, only or make(view), rung, points) for view in views]
+            for alpha in rung:
+                if all(alpha in part for part in parts):
+                    points[alpha] = sum((part[alpha] for part in parts[1:]), parts[0][alpha])
+        return Curve(points, _curve_notes(Curve(points), widened, max(grid)))
+
+    def _along(
+        self, view: View, update: TaskVector, alphas: Sequence[float], known: Mapping[float, Score]
+    ) -> dict[float, Score]:
+        """One view's scores; with patience and a single view, a falling curve is not followed to its end."""
+        out: dict[float, Score] = {}
+        patience = self.search.patience if view.left_out is None else None
+        falling = 0
+        with dialled(self.model, update) as dial:
+            self.bill.own += Work(vectors=len(alphas))
+            for alpha in alphas:
+                dial.turn(alpha)
+                out[alpha] = self.score(view.held)
+                top = max(score.accuracy for score in (*known.values(), *out.values()))
+                falling = falling + 1 if out[alpha].accuracy < top - 2 else 0
+                if patience is not None and falling >= patience:
+                    break
+        return out
+
+
+def _curve_notes(curve: Curve, widened: bool, edge: float) -> tuple[str, ...]:
+    best = curve.best
+    if curve.score.loss != curve.score.loss:
+        raise UnsafeResult("no alpha gives a finite loss; the update or the model is not finite.")
+    notes = []
+    if widened:
+        notes.append(
+            f"the best alpha lay at the edge {edge:g}, so the grid was widened to {max(curve.points):g}"
+        )
+    if best == max(curve.points):
+        notes.append(f"the best alpha {best:g} is the largest one tried: a wider grid may do better")
+    if best == 0:
+        notes.append("alpha 0 scored best: do not transport")
+    return tuple(notes)
+
+
+class Store:
+    """Where shared products outlive the process; this one forgets. See `comparison.Folder`."""
+
+    def load(self, key: str) -> tuple[Any, Work | None]:
+        return None, None
+
+    def save(self, key: str, value: Any, work: Work) -> None:
+        return None
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights before, by name; they come back bit for bit."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])

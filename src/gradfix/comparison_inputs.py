@@ -1,0 +1,221 @@
+"""The inputs of a comparison: checked, opened, and summed up in one identity.
+
+Cached work is filed under that identity, so nothing made from other inputs or settings is ever read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradfix._version import __version__
+from gradfix.arena import Arena
+from gradfix.checkpoints.open import Source, file_hashes, open_checkpoint
+from gradfix.data import Dataset, check_disjoint, load_data
+from gradfix.errors import DataError, UsageError
+from gradfix.searching import Search
+from gradfix.tasks.base import TASKS, Bound, Example, Task
+from gradfix.taskvector import TaskVector
+from gradfix.workfolder import Folder, digest
+
+
+class Inputs:
+    """Everything checked and opened, and the identity that cached work is filed under."""
+
+    def __init__(
+        self,
+        *,
+        base: Source,
+        tuned: Source,
+        target: Source | Bound,
+        target_tuned: Source | None,
+        data: Any,
+        task: str | Task | None,
+        validation: Any,
+        finetune: Mapping[str, Any] | bool,
+        task_options: Mapping[str, Any],
+        search: Search,
+        batch_size: int,
+        dtype: torch.dtype,
+        device: str,
+        engine: str,
+        allow_fewer: bool,
+        work: Path | None,
+    ) -> None:
+        self.dataset = data if isinstance(data, Dataset) else load_data(data)
+        self.train, self.test = _split(self.dataset, "train"), _split(self.dataset, "test")
+        self.validation = _validation(self.dataset, validation)
+        parts = {"train": self.train, "validation": self.validation or [], "test": self.test}
+        self.notes = [
+            *self.dataset.notes,
+            *check_disjoint({name: part for name, part in parts.items() if part}),
+        ]
+        self.task = _task(task, self.dataset, task_options)
+        self.sources = {"base": base, "tuned": tuned, "target_tuned": target_tuned}
+        self.bound = _open(target, self.task, dtype, device)
+        self.target: Source = target.model if isinstance(target, Bound) else target
+        self.sources["target"] = self.target
+        self.finetune = finetune
+        tau = TaskVector.between(base, tuned)
+        self.fingerprints = {
+            role: open_checkpoint(source, base=base if role == "tuned" else None).fingerprint()
+            for role, source in self.sources.items()
+            if source is not None
+        }
+        self.identity = {
+            "version": __version__,
+            "inputs": self.fingerprints,
+            "data": _hashes(parts),
+            "labels": {str(name): str(prompt) for name, prompt in self.dataset.labels.items()},
+            "task": type(self.bound).__name__,
+            "task_options": {name: str(value) for name, value in sorted(task_options.items())},
+            "regime": "few_shot" if self.validation is None else "validation",
+            "search": asdict(search),
+            "finetune": str(finetune),
+            "batch_size": batch_size,
+            "dtype": str(dtype),
+            "device": torch.device(device).type,
+            "engine": engine,
+            "allow_fewer": allow_fewer,
+        }
+        voting = (
+            "data",
+            "labels",
+            "task",
+            "task_options",
+            "batch_size",
+            "dtype",
+            "device",
+            "engine",
+            "allow_fewer",
+        )
+        votes_identity = {name: self.identity[name] for name in voting}
+        votes_identity["target"] = self.fingerprints["target"]
+        self.folder = (
+            Folder(work, digest(self.identity), digest(votes_identity)) if work is not None else None
+        )
+        self.arena = Arena(
+            bound=self.bound,
+            tau=tau,
+            train=self.train,
+            validation=self.validation,
+            test=self.test,
+            search=search,
+            batch_size=batch_size,
+            engine=engine,
+            allow_fewer=allow_fewer,
+            store=self.folder,
+            aligned=lambda how: _align(base, self.target, tau, how),
+            tuned_target=self._tuned_target(target_tuned),
+        )
+
+    def _tuned_target(self, given: Source | None) -> Callable[[], TaskVector] | None:
+        if given is not None:
+            return lambda: TaskVector.between(self.target, given)
+        return None if self.finetune is False else self._fine_tune
+
+    def _fine_tune(self) -> TaskVector:
+        from gradfix.references import tuned_target
+
+        options = {} if isinstance(self.finetune, bool) else self.finetune
+        checkpoint = self.folder.checkpoint("tuned-target") if self.folder is not None else None
+        update, work = tuned_target(self.bound, self.train, options, checkpoint)
+        self.arena.bill.own += work
+        return update
+
+    def provenance(self) -> dict[str, Any]:
+        inputs = {}
+        for role, source in self.sources.items():
+            if source is None:
+                continue
+            checkpoint = open_checkpoint(source, base=self.sources["base"] if role == "tuned" else None)
+            name = checkpoint.path.name if checkpoint.path is not None else "in memory"
+            inputs[role] = {
+                "name": name,
+                "weights": self.fingerprints[role],
+                "files": file_hashes(checkpoint),
+            }
+        counts = {"train": len(self.train), "validation": len(self.validation or ()), "test": len(self.test)}
+        return {
+            "inputs": inputs,
+            "data": {
+                "name": Path(self.dataset.source).name,
+                "sha256": self.identity["data"],
+                "examples": counts,
+            },
+            "config": {k: v for k, v in self.identity.items() if k not in ("inputs", "data", "version")},
+            "parameters": self.parameters(),
+            "tokens": self.tokens(),
+        }
+
+    def parameters(self) -> int:
+        names = set(self.bound.trainable())
+        return sum(p.numel() for name, p in self.bound.model.named_parameters() if name in names)
+
+    def tokens(self) -> float:
+        """Tokens a sample sends through the weights: its words, or a picture's patches."""
+        batch = next(iter(self.arena.batches("test")))
+        if "attention_mask" in batch:
+            return float(batch["attention_mask"].sum(-1).double().mean())
+        if "input_ids" in batch:
+            return float(batch["input_ids"].shape[-1])
+        config = getattr(self.bound.model, "config", None)
+        config = getattr(config, "vision_config", config)
+        size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+        if isinstance(size, int) and isinstance(patch, int):
+            return float((size // patch) ** 2 + 1)
+        return 1.0
+
+
+def _split(dataset: Dataset, name: str) -> Sequence[Example]:
+    if name not in dataset.splits:
+        raise DataError(
+            f"{dataset.source} has no {name} split, and compare needs one ({', '.join(dataset.splits)} found). "
+            "Give a folder with train and test files."
+        )
+    return dataset.splits[name]
+
+
+def _validation(dataset: Dataset, wanted: Any) -> Sequence[Example] | None:
+    if isinstance(wanted, str) and wanted == "none":
+        return None
+    if wanted is None or (isinstance(wanted, str) and wanted == "auto"):
+        return dataset.splits.get("validation")
+    other = wanted if isinstance(wanted, Dataset) else load_data(wanted, labels=dataset.labels or None)
+    return other.pick("validation", "train")
+
+
+def _task(task: str | Task | None, dataset: Dataset, options: Mapping[str, Any]) -> Task | None:
+    if not isinstance(task, str):
+        return task
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
+    import gradfix.tasks  # noqa: F401  fills the registry
+
+    make: Callable[..., Task] = TASKS[task]
+    return make(dataset.labels, **options)
+
+
+def _open(target: Source | Bound, task: Task | None, dtype: torch.dtype, device: str) -> Bound:
+    if isinstance(target, Bound):
+        return target
+    if task is None:
+        raise UsageError("a checkpoint needs a task to open it: give task=, or an opened target.")
+    if not isinstance(target, (str, os.PathLike)):
+        raise UsageError("the target must be a path, a hub id or an opened (Bound) model.")
+    return task.open(target, dtype=dtype, device=device)
+
+
+def _align(base: Source, target: Source, tau: TaskVector, how: str) -> TaskVector:
+    from gradfix.align import align
+
+    return align(base, target, method=how).apply(tau)
+
+
+def _hashes(parts: Mapping[str, Sequence[Example]]) -> dict[str, str]:
+    return Dataset({n: list(p) for n, p in parts.items() if p}, {}, "").hashes()  # type: ignore[arg-type]

@@ -1,0 +1,74 @@
+"""The folder a comparison works in: finished units and votes, each a file that is whole or absent.
+
+File names are hashes of everything the content depends on, so a folder can serve any number of comparisons
+and a stale entry is never read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gradfix.arena import Store
+from gradfix.checkpoints.write import write_text
+from gradfix.costs import Work
+from gradfix.errors import CorruptInput, GradfixError
+from gradfix.taskvector import TaskVector
+from gradfix.votes.tally import SignVotes
+
+
+def digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+class Folder(Store):
+    """Units and shared products of the comparison with this identity."""
+
+    def __init__(self, home: Path, identity: str, votes_identity: str) -> None:
+        self.home, self.identity, self.votes_identity = Path(home), identity, votes_identity
+
+    def read_unit(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
+        path = self._unit_path(key)
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return content["unit"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise CorruptInput(f"{path} is not a finished unit of work; remove it and run again.") from None
+
+    def write_unit(self, key: Mapping[str, Any], unit: Mapping[str, Any]) -> None:
+        text = json.dumps({"key": dict(key), "unit": dict(unit)}, allow_nan=False)
+        write_text(self._unit_path(key), text + "\n")
+
+    def load(self, key: str) -> tuple[Any, Work | None]:
+        path = self._product_path(key)
+        bill = path.with_suffix(".json")
+        if not (path.is_file() and bill.is_file()):
+            return None, None
+        try:
+            work = Work(**json.loads(bill.read_text(encoding="utf-8")))
+            value = SignVotes.load(path) if key.startswith("votes-") else TaskVector.load(path)
+        except (GradfixError, ValueError, TypeError):
+            raise CorruptInput(f"{path} is damaged; remove it and run again.") from None
+        return value, work
+
+    def save(self, key: str, value: Any, work: Work) -> None:
+        path = self._product_path(key)
+        value.save(path)
+        write_text(path.with_suffix(".json"), json.dumps(asdict(work)) + "\n")
+
+    def checkpoint(self, key: str) -> Path:
+        """Where a long product saves itself while it is being made."""
+        return self._product_path(key).with_suffix(".part.safetensors")
+
+    def _unit_path(self, key: Mapping[str, Any]) -> Path:
+        name = digest([self.identity, dict(key)])
+        return self.home / "units" / f"{key['method']}-{name}.json"
+
+    def _product_path(self, key: str) -> Path:
+        identity = self.votes_identity if key.startswith("votes-") else self.identity
+        return self.home / "shared" / f"{key.split('-', maxsplit=1)[0]}-{digest([identity, key])}.safetensors"
