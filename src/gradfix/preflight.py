@@ -60,13 +60,11 @@ def plan_transport(
     *,
     head: str = "error",
     strict: bool = False,
-    resized: frozenset[str] = frozenset(),
 ) -> Plan:
     """Decide what happens to each tensor.
 
     A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the
-    target has is copied; one that base and fine-tune share but the target lacks is an error.
-    Tensors in `resized` may differ in their first dimension: their rows are matched by token."""
+    target has is copied; one that base and fine-tune share but the target lacks is an error."""
     before, after, goal = set(base.names()), set(tuned.names()), set(target.names())
     lost = sorted(before - after)
     if lost:
@@ -82,9 +80,8 @@ def plan_transport(
         )
     _check_quantised(base, tuned, target)
     shared = [name for name in target.names() if name in before]
-    fixed = [name for name in shared if name not in resized]
-    _check_shapes(base, tuned, fixed)
-    _check_shapes(base, target, fixed)
+    _check_shapes(base, tuned, shared)
+    _check_shapes(base, target, shared)
     transported = floating(target, shared)
     copied = {name: "not a floating tensor" for name in shared if name not in set(transported)}
     copied |= dict.fromkeys(goal - before - after, "only in the target")

@@ -80,6 +80,7 @@ class LoraCheckpoint(Checkpoint):
         turned = conv1d_layers(base, config)
         for module, layer in layers.items():
             self._add(module, places[module], layer, config, turned)
+        self._loaded: tuple[str, Tensor, Tensor] | None = None
         self.notes = check_base(folder, base, config.get("base_model_name_or_path"))
 
     def _add(
@@ -161,17 +162,25 @@ class LoraCheckpoint(Checkpoint):
             return pieces
         return self._merged(name, pieces, self.info(name).dtype)
 
-    def _merged(self, name: str, pieces: Iterator[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        stored, key = (self.weights, self._full[name]) if name in self._full else (self.base, name)
+        piece = stored.span(key, first, count)
+        if name not in self._deltas and name not in self._biases:
+            return piece
+        return next(self._merged(name, iter([piece]), self.info(name).dtype, first))
+
+    def _merged(
+        self, name: str, pieces: Iterator[Tensor], dtype: torch.dtype, first: int = 0
+    ) -> Iterator[Tensor]:
         if name in self._biases:
             layer = self._biases[name]
-            left, right = (
-                self.weights.read(layer.keys["bias"]).to(dtype).view(-1, 1),
-                torch.ones(1, 1, dtype=dtype),
-            )
+            left = self.weights.read(layer.keys["bias"]).to(dtype).view(-1, 1)
+            right = torch.ones(1, 1, dtype=dtype)
         else:
             layer = self._deltas[name]
-            left, right = self._factors(layer, dtype)
-        first = 0
+            if self._loaded is None or self._loaded[0] != name:
+                self._loaded = name, *self._factors(layer, dtype)
+            _, left, right = self._loaded
         for piece in pieces:
             yield piece.to(dtype) + layer.scaling * flat_product(left, right, first, piece.numel())
             first += piece.numel()

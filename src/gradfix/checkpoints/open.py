@@ -59,6 +59,10 @@ class Checkpoint(ABC):
         for first in range(0, flat.numel(), elements):
             yield flat[first : first + elements]
 
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        """Entries first .. first + count of the flattened tensor."""
+        return self.read(name).reshape(-1)[first : first + count]
+
     @property
     def files(self) -> list[Path]:
         return []
@@ -118,6 +122,9 @@ class SafetensorsCheckpoint(Checkpoint):
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         return self._home[name].chunks(name, elements)
 
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        return self._home[name].span(name, first, count)
+
     def shard_of(self, name: str) -> SafetensorsFile:
         return self._home[name]
 
@@ -173,6 +180,9 @@ class Part(Checkpoint):
 
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         return self.whole.chunks(name, elements)
+
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        return self.whole.span(name, first, count)
 
     @property
     def files(self) -> list[Path]:

@@ -82,6 +82,11 @@ class SafetensorsFile:
         with open(self.path, "rb", buffering=0) as file:
             return _read_range(file.fileno(), entry, 0, entry.info.numel, self.path).view(entry.info.shape)
 
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        """Entries first .. first + count of the flattened tensor."""
+        with open(self.path, "rb", buffering=0) as file:
+            return _read_range(file.fileno(), self.entries[name], first, count, self.path)
+
     def chunks(self, name: str, elements: int) -> Iterator[Tensor]:
         """The tensor as flat pieces of at most `elements` entries."""
         entry = self.entries[name]

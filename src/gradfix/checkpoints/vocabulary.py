@@ -1,0 +1,237 @@
+"""Rows of token tables, matched by token string.
+
+Two releases may give the same token different rows: an extended table, a reordered one, padding. Then a
+task vector must not be added row by row. Where both sides come with a tokenizer, base and fine-tune are
+presented in the target's row order; rows of tokens that they do not share hold zeros in both, so nothing
+is moved there, and they are counted."""
+
+from __future__ import annotations
+
+import filecmp
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.open import CHUNK, Checkpoint
+from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints
+
+TOKEN_TABLE = re.compile(
+    r"(^|\.)(embed_tokens|embed_in|embed_out|wte|word_embeddings|tok_embeddings|tokens_embed|token_embedding|shared"
+    r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)(predictions\.bias|final_logits_bias)$"
+)
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tokenizer_config.json",
+)
+LEAST_SHARED = 0.5
+
+
+@dataclass(frozen=True)
+class RowMatch:
+    """For every row of the target's table, the base's and the fine-tune's row of the same token, or -1."""
+
+    base: Tensor
+    tuned: Tensor
+
+    @property
+    def matched(self) -> int:
+        return int((self.base >= 0).sum())
+
+    @property
+    def untouched(self) -> int:
+        return len(self.base) - self.matched
+
+    @property
+    def moved(self) -> int:
+        """Matched rows that stand elsewhere in the base."""
+        return int(((self.base >= 0) & (self.base != torch.arange(len(self.base)))).sum())
+
+
+class MatchedRows(Checkpoint):
+    """A checkpoint whose token tables are shown with other rows."""
+
+    def __init__(self, whole: Checkpoint, rows: Mapping[str, Tensor], notes: tuple[str, ...] = ()) -> None:
+        self.whole, self.rows = whole, dict(rows)
+        self.path, self.notes = whole.path, (*whole.notes, *notes)
+
+    def names(self) -> list[str]:
+        return self.whole.names()
+
+    def info(self, name: str) -> TensorInfo:
+        info = self.whole.info(name)
+        return TensorInfo((len(self.rows[name]), *info.shape[1:]), info.dtype) if name in self.rows else info
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.rows:
+            return self.whole.read(name)
+        return torch.cat([*self.chunks(name), torch.empty(0, dtype=self.info(name).dtype)]).view(
+            self.info(name).shape
+        )
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        if name not in self.rows:
+            yield from self.whole.chunks(name, elements)
+            return
+        total = self.info(name).numel
+        for first in range(0, total, elements):
+            yield self.span(name, first, min(elements, total - first))
+
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        """Consecutive entries, gathered from runs of neighbouring rows; memory stays at one piece."""
+        if name not in self.rows:
+            return self.whole.span(name, first, count)
+        info = self.info(name)
+        width = info.numel // max(info.shape[0], 1)
+        top, bottom = first // width, -(-(first + count) // width)
+        out = torch.zeros((bottom - top) * width, dtype=info.dtype)
+        for place, row, length in _runs(self.rows[name][top:bottom].tolist()):
+            piece = self.whole.span(name, row * width, length * width)
+            out[place * width : (place + length) * width] = piece
+        return out[first - top * width :][:count]
+
+    @property
+    def files(self) -> list[Path]:
+        return self.whole.files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.whole
+
+
+def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(place, first row, length) of each stretch of consecutive rows; -1 is no row."""
+    start = 0
+    for place in range(1, len(rows) + 1):
+        if place < len(rows) and rows[start] >= 0 and rows[place] == rows[place - 1] + 1:
+            continue
+        if rows[start] >= 0:
+            yield start, rows[start], place - start
+        start = place
+
+
+def match_rows(
+    base: Mapping[str, int], tuned: Mapping[str, int], target: Mapping[str, int], rows: tuple[int, int, int]
+) -> RowMatch:
+    """Match by token string; `rows` are the heights of the three tables, which may be padded beyond the tokens."""
+    before, after = torch.full((rows[2],), -1), torch.full((rows[2],), -1)
+    for token, place in target.items():
+        left, right = base.get(token, -1), tuned.get(token, -1)
+        if 0 <= place < rows[2] and 0 <= left < rows[0] and 0 <= right < rows[1]:
+            before[place], after[place] = left, right
+    return RowMatch(before, after)
+
+
+def match_vocabulary(
+    base: Checkpoint, tuned: Checkpoint, target: Checkpoint
+) -> tuple[Checkpoint, Checkpoint, dict[str, Any]]:
+    """Base and fine-tune with the target's token rows, and counts for the manifest; as given when nothing differs.
+
+    Without tokenizers on both sides nothing is changed: tables of different heights are then an error of the
+    preflight. Calling it twice changes nothing."""
+    tables = [name for name in target.names() if TOKEN_TABLE.search(name) and name in base and name in tuned]
+    if not tables or isinstance(base, MatchedRows):
+        return base, tuned, {}
+    same_rows = all(_rows(c, name) == _rows(target, name) for c in (base, tuned) for name in tables)
+    if same_rows and _same_tokenizer(base, target) and not _has_other_tokenizer(tuned, target):
+        return base, tuned, {}
+    before, goal = read_vocabulary(base.path), read_vocabulary(target.path)
+    if before is None or goal is None:
+        return base, tuned, {}
+    after = read_vocabulary(tuned.path) or before
+    if same_rows and before == goal == after:
+        return base, tuned, {}
+    _refuse_strangers(base, target, before, goal)
+    matches = {
+        name: match_rows(before, after, goal, (_rows(base, name), _rows(tuned, name), _rows(target, name)))
+        for name in tables
+    }
+    widest = max(matches.values(), key=lambda match: len(match.base))
+    note = (
+        f"token rows matched by token: {widest.matched} of {len(widest.base)} found in the base ({widest.moved} at "
+        f"another place), {widest.untouched} left untouched"
+    )
+    summary = {
+        name: {"matched": m.matched, "moved": m.moved, "untouched": m.untouched}
+        for name, m in matches.items()
+    }
+    shown_base = MatchedRows(base, {name: match.base for name, match in matches.items()}, (note,))
+    shown_tuned = MatchedRows(tuned, {name: match.tuned for name, match in matches.items()})
+    return shown_base, shown_tuned, {"vocabulary": summary}
+
+
+def _rows(checkpoint: Checkpoint, name: str) -> int:
+    shape = checkpoint.info(name).shape
+    return shape[0] if shape else 0
+
+
+def _refuse_strangers(
+    base: Checkpoint, target: Checkpoint, before: Mapping[str, int], goal: Mapping[str, int]
+) -> None:
+    shared = len(before.keys() & goal.keys())
+    if shared < LEAST_SHARED * min(len(before), len(goal)):
+        raise IncompatibleCheckpoints(
+            f"the tokenizers of {base} and {target} share {shared} of {len(before)} and {len(goal)} tokens: these are "
+            "different vocabularies, not an extended or reordered one. Choose a target with the base's tokenizer."
+        )
+
+
+def _same_tokenizer(base: Checkpoint, target: Checkpoint) -> bool:
+    """Quick: the very same tokenizer file on both sides."""
+    if base.path is None or target.path is None:
+        return False
+    ours, theirs = _folder(base.path) / "tokenizer.json", _folder(target.path) / "tokenizer.json"
+    return ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
+
+
+def _has_other_tokenizer(tuned: Checkpoint, target: Checkpoint) -> bool:
+    """A fine-tune often comes without one, or with a copy."""
+    if tuned.path is None or not (_folder(tuned.path) / "tokenizer.json").is_file():
+        return False
+    return not _same_tokenizer(tuned, target)
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def read_vocabulary(path: Path | None) -> dict[str, int] | None:
+    """Token -> row from the tokenizer beside the weights, or None when there is none."""
+    if path is None:
+        return None
+    folder = _folder(path)
+    present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
+    if not present:
+        return None
+    if present[0] == "tokenizer.json":
+        return _fast_vocabulary(folder / "tokenizer.json")
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
+    from transformers import AutoTokenizer
+
+    try:
+        return dict(AutoTokenizer.from_pretrained(folder, trust_remote_code=False).get_vocab())
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        raise CorruptInput(
+            f"the tokenizer in {folder} cannot be read ({type(error).__name__}). Repair it, or remove the tokenizer "
+            "files if the token tables need no matching."
+        ) from None
+
+
+def _fast_vocabulary(file: Path) -> dict[str, int]:
+    from tokenizers import Tokenizer
+
+    try:
+        return dict(Tokenizer.from_str(file.read_text(encoding="utf-8")).get_vocab(with_added_tokens=True))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        reason = " ".join(str(error).split())[:120]
+        raise CorruptInput(f"{file} is not a readable tokenizer ({reason}). Download it again.") from None
