@@ -23,6 +23,7 @@ from gradfix.checkpoints.open import (
     open_checkpoint,
 )
 from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import (
     SafetensorsWriter,
     refuse_inside,
@@ -94,6 +95,7 @@ def transport_checkpoint(
     extras: Callable[[Path], None] | None = None,
     inputs: Mapping[str, Checkpoint] | None = None,
     hashes: InputHashes | None = None,
+    kind: str = "transport",
     progress: Callable[[int], None] | None = None,
 ) -> StreamReport:
     """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
@@ -105,6 +107,7 @@ def transport_checkpoint(
     after = open_checkpoint(tuned, base=before)
     out = Path(out)
     refuse_inside(out, [c.path for c in (before, after, goal) if c.path is not None])
+    before, after, vocabulary = match_vocabulary(before, after, goal)
     plan = plan_transport(before, after, goal, head=head, strict=strict)
     ballot = Ballot(votes, mask, margin, seed, plan, goal)
     job = _Job(
@@ -119,7 +122,7 @@ def transport_checkpoint(
             extras(staging)
         report = job.report(out, plan, force)
         roles = inputs or {"base": before, "tuned": after, "target": goal}
-        write_manifest(staging, job.manifest(report, roles, details), written)
+        write_manifest(staging, job.manifest(report, roles, {**(details or {}), **vocabulary}), written)
     return report
 
 
@@ -339,8 +342,6 @@ class _Job:
             "seed": self.ballot.seed,
         }
         return {
-            "format": 1,
-            "kind": "transport",
             **versions(),
             "inputs": inputs,
             "config": config,
