@@ -1,0 +1,54 @@
+"""Results as Markdown: the verdict, the table, the notes. Names are escaped, so they stay text in any renderer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from gradfix.report.sections import baseline_wins, flops, headline, seconds
+from gradfix.results import Results, number_text, share_text
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&-])")
+
+
+def safe(value: Any) -> str:
+    """Text that Markdown shows as it is."""
+    return _SPECIAL.sub(r"\\\1", re.sub(r"\s+", " ", str(value)).strip())
+
+
+def to_markdown(results: Results, title: str = "What to ship") -> str:
+    lines = [f"# {safe(title)}", ""]
+    for pair in results.pairs():
+        verdicts = [verdict for verdict in results.verdicts if verdict["pair"] == pair]
+        main = max(verdicts, key=lambda verdict: verdict["shots"])
+        if pair is not None:
+            lines += [f"## {safe(str(pair).capitalize())}", ""]
+        lines += [f"**{safe(headline(main, results.title))}.** {safe(main['text'])}", ""]
+        caution = baseline_wins(main, results.title)
+        if caution:
+            lines += [safe(caution), ""]
+        for verdict in verdicts:
+            lines += _table(results, pair, verdict)
+    if results.notes:
+        lines += ["Notes", "", *(f"- {safe(note)}" for note in results.notes), ""]
+    return "\n".join(lines)
+
+
+def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[str]:
+    rows = [r for r in results.summary_rows() if r["pair"] == pair and r["shots"] == verdict["shots"]]
+    lines = [
+        f"{verdict['shots']} labelled examples per class, {verdict['seeds']} "
+        + ("seed" if verdict["seeds"] == 1 else "seeds"),
+        "",
+        "| method | accuracy | recovered | alpha | seconds | FLOPs |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        wide = f" ± {row['spread']:.1f}" if row["spread"] is not None else ""
+        name = safe(row["title"])
+        name = f"**{name}**" if row["method"] == verdict["method"] else name
+        lines.append(
+            f"| {name} | {row['accuracy']:.1f}{wide} | {share_text(row['recovered'])} | {number_text(row['alpha'])} "
+            f"| {seconds(row['seconds'])} | {flops(row['flops']) or '-'} |"
+        )
+    return [*lines, ""]

@@ -1,0 +1,166 @@
+"""What the page shows, as plain values: one section per pair, one block per label budget.
+
+The template only lays out; every number and every sentence is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from gradfix.report.plots import Series, curves
+from gradfix.results import Results
+from gradfix.verdicts import CONTROLS, REFERENCES, STAYS
+
+Entry = Mapping[str, Any]
+BASELINES = (*STAYS, "naive")
+
+
+def sections(results: Results) -> list[dict[str, Any]]:
+    return [_section(results, pair) for pair in results.pairs()]
+
+
+def _section(results: Results, pair: str | None) -> dict[str, Any]:
+    verdicts = [verdict for verdict in results.verdicts if verdict["pair"] == pair]
+    main = max(verdicts, key=lambda verdict: verdict["shots"])
+    rows = [row for row in results.rows if row.get("pair") == pair]
+    return {
+        "pair": pair,
+        "task": rows[0].get("task"),
+        "headline": headline(main, results.title),
+        "verdict": main,
+        "figures": figures(main),
+        "others": [verdict for verdict in verdicts if verdict is not main],
+        "caution": baseline_wins(main, results.title),
+        "budgets": [_budget(results, pair, verdict) for verdict in verdicts],
+        "agreement": _agreement([e for e in results.agreement if e["pair"] == pair]),
+        "kept": _kept([e for e in results.kept if e["pair"] == pair and e["shots"] == main["shots"]], results.title),
+        "changed": [entry for entry in results.changed if entry["pair"] == pair],
+        "provenance": [entry for entry in results.provenance if entry.get("pair") == pair],
+        "regime": main["regime"],
+        "seeds": main["seeds"],
+    }
+
+
+def headline(verdict: Entry, title: Any) -> str:
+    """The verdict in a few words."""
+    if verdict["transport"]:
+        return f"Ship {title(verdict['method'])}"
+    if verdict["method"] in STAYS and verdict["method"] != "zero_shot":
+        return f"Do not transport: {title(verdict['method'])} does better"
+    return "Do not transport"
+
+
+def figures(verdict: Entry) -> list[tuple[str, str]]:
+    found = [("test accuracy", f"{verdict['accuracy']:.1f}%")]
+    if verdict["over_zero_shot"] is not None:
+        found.append(("over the target as it is", f"{verdict['over_zero_shot']:+.1f}"))
+    if verdict["recovered"] is not None:
+        found.append(("of the fine-tuning gain", f"{100 * verdict['recovered']:.0f}%"))
+    found.append(("per seed", seconds(verdict["cost_seconds"])))
+    return found
+
+
+def baseline_wins(verdict: Entry, title: Any) -> str | None:
+    """Said plainly where something simpler than a mask is best."""
+    best = verdict["best_on_test"]
+    if best not in BASELINES:
+        return None
+    if best == verdict["method"]:
+        return f"A baseline wins here: nothing that looks at votes scored above {title(best)} on test."
+    return f"On test a baseline, {title(best)}, scored highest; the choice was made on other data and is kept."
+
+
+def seconds(value: float) -> str:
+    if value < 0.05:
+        return "under 0.1 s"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.1f} min"
+
+
+def flops(value: float | None) -> str:
+    """1.2e9 as 1.2 G."""
+    if value is None:
+        return ""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any]:
+    shots = verdict["shots"]
+    rows = [row for row in results.summary_rows() if row["pair"] == pair and row["shots"] == shots]
+    for row in rows:
+        row["winner"] = row["method"] == verdict["method"]
+        row["best_on_test"] = row["method"] == verdict["best_on_test"]
+        row["kind"] = "reference" if row["method"] in REFERENCES else "control" if row["method"] in CONTROLS else "method"
+        row["flops_text"] = flops(row["flops"])
+        row["seconds_text"] = seconds(row["seconds"])
+    zero = next((row["accuracy"] for row in rows if row["method"] == "zero_shot"), None)
+    losses = [row for row in rows if row["loss_before"] is not None and row["loss_after"] is not None]
+    top = max((max(row["loss_before"], row["loss_after"]) for row in losses), default=1.0)
+    curve_entries = [e for e in results.curves if e["pair"] == pair and e["shots"] == shots]
+    return {
+        "shots": shots,
+        "rows": rows,
+        "bars": sorted(rows, key=lambda row: -row["accuracy"]),
+        "zero": zero,
+        "samples": next((row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None),
+        "losses": [row for row in losses if row["method"] != "zero_shot"],
+        "loss_top": top * 1.05 or 1.0,
+        "curves": _curves(curve_entries, verdict["regime"]),
+    }
+
+
+RULES = (("gradfix", "Majority vote", "main"), ("gradfix_mean", "Mean vote", "second"), ("naive", "No mask", "third"))
+
+
+def _curves(entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
+    series = []
+    for method, name, style in RULES:
+        mine = [entry for entry in entries if entry["method"] == method and len(entry["points"]) > 1]
+        if mine:
+            runs = [[(float(x), float(y)) for x, y in entry["points"]] for entry in mine]
+            series.append(Series(name, style, runs, [float(entry["best"]) for entry in mine]))
+    if not series:
+        return None
+    where = "validation" if regime == "validation" else "held-out folds"
+    return {"svg": curves(series, "alpha", f"accuracy on {where} (%)"), "legend": [(s.name, s.style) for s in series]}
+
+
+def _agreement(entries: Sequence[Entry]) -> dict[str, Any] | None:
+    """Per block, one column per budget and vote rule; means over seeds."""
+    if not entries:
+        return None
+    columns = list(dict.fromkeys((entry["shots"], entry["rule"]) for entry in entries))
+    heads = [f"{shots} {rule}" for shots, rule in columns]
+    groups = [[e["blocks"] for e in entries if (e["shots"], e["rule"]) == column] for column in columns]
+    return {"heads": heads, "rows": _grid(groups, chance=0.5), "with": entries[0]["with"]}
+
+
+def _kept(entries: Sequence[Entry], title: Any) -> dict[str, Any] | None:
+    names = [name for name in dict.fromkeys(entry["method"] for entry in entries) if name != "force"]
+    if not names:
+        return None
+    groups = [[entry["blocks"] for entry in entries if entry["method"] == name] for name in names]
+    return {"heads": [title(name) for name in names], "rows": _grid(groups, chance=0.0)}
+
+
+def _grid(columns: Sequence[Sequence[Mapping[str, float]]], chance: float) -> list[dict[str, Any]]:
+    blocks: Iterable[str] = dict.fromkeys(block for column in columns for run in column for block in run)
+    rows = []
+    for block in blocks:
+        cells = []
+        for column in columns:
+            values = [run[block] for run in column if block in run]
+            value = fmean(values) if values else None
+            cells.append({"value": value, "shade": _shade(value, chance)})
+        rows.append({"block": block, "cells": cells})
+    return rows
+
+
+def _shade(value: float | None, chance: float) -> int:
+    """Strength of the cell's colour in percent: none at chance, full at 1."""
+    if value is None:
+        return 0
+    return round(100 * min(max((value - chance) / (1 - chance), 0.0), 1.0))
