@@ -42,7 +42,8 @@ class Bundle(ABC):
         """One tensor of every vector in pieces of at most `size` entries; nothing for an empty tensor."""
 
     def walk(self) -> Iterator[list[Tensor]]:
-        for name in self.shapes:
+        """All pieces, in an order of names that does not depend on where the vectors live."""
+        for name in sorted(self.shapes):
             yield from self.pieces(name, CHUNK)
 
     def numel(self, name: str | None = None) -> int:

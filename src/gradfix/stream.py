@@ -122,7 +122,8 @@ def transport_checkpoint(
             extras(staging)
         report = job.report(out, plan, force)
         roles = inputs or {"base": before, "tuned": after, "target": goal}
-        write_manifest(staging, job.manifest(report, roles, {**(details or {}), **vocabulary}), written)
+        content = job.manifest(report, roles, {**(details or {}), **vocabulary})
+        write_manifest(staging, {"format": 1, "kind": kind, **content}, written)
     return report
 
 

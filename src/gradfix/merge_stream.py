@@ -1,0 +1,393 @@
+"""Merge fine-tunes from folder to folder, each against its own base, onto one target.
+
+The merged update is a checkpoint that is never stored: `transport_checkpoint` reads it piece by piece,
+masks it where asked to, and writes the output as it does for a single fine-tune. Statistics a method needs
+(TIES's exact threshold, say) are counted in walks of their own, so memory stays flat whatever the size."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.bundles import Bundle, Density, Merge, Place, Rule
+from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.open import CHUNK, Checkpoint, Part, Source, open_checkpoint
+from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.write import refuse_inside
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, UsageError
+from gradfix.merge_rules import MERGES
+from gradfix.merging import mask_seed, method_options
+from gradfix.pieces import recut
+from gradfix.preflight import Plan, plan_transport
+from gradfix.registry import unknown
+from gradfix.stream import LEAST_KEPT, MAX_NORM_RATIO, StreamReport, Zeros, transport_checkpoint
+from gradfix.transported import mask_piece, share
+from gradfix.votes.ballot import Ballot, OpenVotes, open_votes
+from gradfix.votes.tally import SignVotes, dtype_for
+
+ORDERS = ("plain", "mask_then_merge", "merge_then_mask")
+Votes = SignVotes | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Vector:
+    """One fine-tune to merge: its own base, its task's votes on the target, its weight."""
+
+    base: Source | Checkpoint
+    tuned: Source | Checkpoint
+    votes: Votes | None = None
+    weight: float = 1.0
+
+
+def merge_checkpoints(
+    *,
+    target: Source | Checkpoint,
+    vectors: Sequence[Vector],
+    out: str | os.PathLike[str],
+    method: str = "ties",
+    order: str = "plain",
+    mask: str = "agree",
+    alpha: float = 1.0,
+    density: Density | None = None,
+    margin: float | None = None,
+    seed: int | None = None,
+    head: str = "error",
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    details: Mapping[str, Any] | None = None,
+    extras: Callable[[Path], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+    **options: Any,
+) -> StreamReport:
+    """Write `target + alpha * merge(tuned_t - base_t)`: one model out of several fine-tunes.
+
+    `order` says where the votes come in: "plain" (nowhere), "mask_then_merge" (each vector by its own) or
+    "merge_then_mask" (the merged one by the tasks' consensus). Sources that share one task share its votes:
+    give every vector the same. `options` are the method's own. Equals `gradfix.merging` bit for bit."""
+    _check_order(order, vectors)
+    job = _MergeJob(target, vectors, head)
+    refuse_inside(Path(out), [c.path for c in job.inputs.values() if c.path is not None])
+    if order == "mask_then_merge":
+        job.mask_each(mask, margin, seed)
+    chosen = MERGES[method]
+    weights = None if all(vector.weight == 1 for vector in vectors) else [v.weight for v in vectors]
+    given = method_options(method, density, seed if "seed" in chosen.options else None, options)
+    if alpha:
+        merged = job.merged(chosen, chosen.prepare(job.bundle, weights, given))
+    else:
+        merged = job.merged(chosen, lambda place, pieces: pieces[0])
+    after = order == "merge_then_mask"
+    about: dict[str, Any] = {
+        **(details or {}),
+        "merge": {"method": method, "order": order, "weights": [v.weight for v in vectors], **given},
+    }
+
+    def judged(staging: Path) -> None:
+        if alpha:
+            about["vectors"] = job.judge(force)
+        if extras is not None:
+            extras(staging)
+
+    return transport_checkpoint(
+        base=Zeros(Part(merged, job.names)),
+        tuned=merged,
+        target=job.target,
+        out=out,
+        votes=job.consensus() if after else None,
+        mask=mask if after else "none",
+        alpha=alpha,
+        margin=margin if after else None,
+        seed=seed,
+        head=head,
+        dtype=dtype,
+        overwrite=overwrite,
+        force=force,
+        details=about,
+        extras=judged,
+        inputs=job.inputs,
+        hashes=job.hashes,
+        kind="merge",
+        progress=progress,
+    )
+
+
+def _check_order(order: str, vectors: Sequence[Vector]) -> None:
+    if order not in ORDERS:
+        raise UsageError(unknown("order", order, list(ORDERS)))
+    if not vectors:
+        raise UsageError("there is nothing to merge: give at least one vector.")
+    if order == "plain" and any(vector.votes is not None for vector in vectors):
+        raise UsageError(
+            "order 'plain' uses no votes; choose mask_then_merge or merge_then_mask, or drop them."
+        )
+
+
+@dataclass
+class _Side:
+    """One opened vector, and what was counted while it streamed by for the last time."""
+
+    base: Checkpoint
+    tuned: Checkpoint
+    votes: Votes | None
+    ballot: Ballot | None = None
+    nonzero: int = 0
+    kept: int = 0
+    tau_square: float = 0.0
+    base_square: float = 0.0
+
+
+class _MergeJob:
+    """The opened inputs of one merge: every checkpoint once, however often it is named."""
+
+    def __init__(self, target: Source | Checkpoint, vectors: Sequence[Vector], head: str) -> None:
+        opened: dict[Any, Checkpoint] = {}
+        self.target = _open_once(target, opened)
+        self.sides: list[_Side] = []
+        for vector in vectors:
+            base = _open_once(vector.base, opened)
+            self.sides.append(_Side(base, _open_once(vector.tuned, opened, base), vector.votes))
+        self.inputs = {"target": self.target}
+        for number, side in enumerate(self.sides, 1):
+            self.inputs |= {f"base {number}": side.base, f"tuned {number}": side.tuned}
+        self.plans = [plan_transport(side.base, side.tuned, self.target, head=head) for side in self.sides]
+        self._check_names()
+        self.names = [name for name in self.target.names() if name in self.sides[0].base]
+        self.heads = self._heads(head)
+        self.hashes = InputHashes(list(self.inputs.values()))
+        self.bundle = _Streamed(self.sides, self.plans[0], self.hashes)
+
+    def _check_names(self) -> None:
+        first = set(self.sides[0].base.names())
+        for number, side in enumerate(self.sides[1:], 2):
+            odd = sorted(first ^ set(side.base.names()))
+            if odd:
+                raise IncompatibleCheckpoints(
+                    f"vectors 1 and {number} differ in {len(odd)} tensor names, first {odd[0]!r}: "
+                    f"{self.sides[0].base} and {side.base} are not the same architecture."
+                )
+
+    def _heads(self, head: str) -> dict[str, Checkpoint]:
+        """Tensors only the fine-tunes have, with the fine-tune each comes from."""
+        owners: dict[str, Checkpoint] = {}
+        for side, plan in zip(self.sides, self.plans, strict=True):
+            for name in plan.extra:
+                if head == "copy" and name in owners:
+                    raise UsageError(
+                        f"{owners[name]} and {side.tuned} both bring a head {name!r}; one model takes one. "
+                        "Choose head skip, or leave the head out of all but one."
+                    )
+                owners.setdefault(name, side.tuned)
+        return owners
+
+    def mask_each(self, mask: str, margin: float | None, seed: int | None) -> None:
+        for number, (side, plan) in enumerate(zip(self.sides, self.plans, strict=True)):
+            own = None if seed is None else mask_seed(seed, number)
+            side.ballot = Ballot(side.votes, mask, margin, own, plan, self.target)
+
+    def merged(self, method: Merge, rule: Rule) -> _Merged:
+        return _Merged(self, method, rule)
+
+    def consensus(self) -> OpenVotes | None:
+        """The tasks' votes as one; a votes object shared by several vectors is one task's."""
+        distinct = {_identity(side.votes): side.votes for side in self.sides if side.votes is not None}
+        if not distinct:
+            return None
+        tasks = [open_votes(votes, self.target) for votes in distinct.values()]
+        return tasks[0] if len(tasks) == 1 else _Consensus(tasks).opened()
+
+    def judge(self, force: bool) -> list[dict[str, Any]]:
+        """Refuse what is no fine-tune of its base or what a mask emptied; say what became of each vector."""
+        facts = []
+        for side in self.sides:
+            ratio = (side.tau_square / side.base_square) ** 0.5 if side.base_square else 0.0
+            if side.nonzero == 0:
+                raise UnsafeResult(
+                    f"{side.tuned} equals {side.base} in every weight: its task vector is zero."
+                )
+            if ratio > MAX_NORM_RATIO and not force:
+                raise IncompatibleCheckpoints(
+                    f"{side.tuned} differs from {side.base} by {ratio:.0%} of its norm: not a fine-tune of that "
+                    "base? Check base and tuned; force goes on all the same."
+                )
+            if side.ballot is not None:
+                side.ballot.require(self.target, self.hashes)
+            if side.kept < LEAST_KEPT * side.nonzero and not force:
+                raise UnsafeResult(
+                    f"the mask keeps {side.kept / side.nonzero:.2%} of {side.tuned}: nothing to speak of is left. "
+                    "More examples or the veto mask may help; force goes on all the same."
+                )
+            facts.append(
+                {"tuned": str(side.tuned), "kept": share(side.kept, side.nonzero), "norm_ratio": ratio}
+            )
+        return facts
+
+
+def _open_once(
+    source: Source | Checkpoint, opened: dict[Any, Checkpoint], base: Checkpoint | None = None
+) -> Checkpoint:
+    is_path = isinstance(source, str | os.PathLike)
+    key: Any = os.path.realpath(source) if is_path else id(source)  # type: ignore[arg-type]
+    if is_path and (Path(source) / "adapter_config.json").is_file():  # type: ignore[arg-type]
+        key = (key, id(base))  # an adapter is another checkpoint on another base
+    if key not in opened:
+        opened[key] = open_checkpoint(source, base=base)
+    return opened[key]
+
+
+def _identity(votes: Votes | None) -> object:
+    return os.path.realpath(votes) if isinstance(votes, str | os.PathLike) else id(votes)
+
+
+class _Streamed(Bundle):
+    """The vectors as differences read from files, masked by their ballots where they have one."""
+
+    def __init__(self, sides: list[_Side], plan: Plan, hashes: InputHashes) -> None:
+        self.sides, self.hashes = sides, hashes
+        self.count = len(sides)
+        floating = [n for n in plan.transported if sides[0].base.info(n).dtype.is_floating_point]
+        self.shapes = {name: sides[0].base.info(name).shape for name in floating}
+        kinds = {c.info(n).dtype for side in sides for c in (side.base, side.tuned) for n in floating}
+        self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
+
+    def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
+        for _, deltas in self._read(name, size, lambda c: c.chunks(name, size)):
+            yield [self._shown(side, delta, seen) for side, delta, seen in deltas]
+
+    def last_pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
+        """The same once more, hashing the files and counting what the mask keeps."""
+        for raw, deltas in self._read(name, size, lambda c: self.hashes.chunks(c, name, size)):
+            shown = []
+            for side, delta, seen in deltas:
+                masked = self._shown(side, delta, seen)
+                self._count(name, side, raw, delta, masked)
+                shown.append(masked)
+            yield shown
+
+    def _read(
+        self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]
+    ) -> Iterator[tuple[dict[int, Tensor], list[tuple[_Side, Tensor, Tensor | None]]]]:
+        sources = {id(c): c for side in self.sides for c in (side.base, side.tuned)}
+        entries = math.prod(self.shapes[name])
+        ballots = [
+            s.ballot.pieces(name, entries, size) if s.ballot and s.ballot.has(name) else None
+            for s in self.sides
+        ]
+        for pieces in zip(*(read(source) for source in sources.values()), strict=True):
+            raw = dict(zip(sources, pieces, strict=True))
+            wide = {
+                key: piece if piece.dtype is torch.float64 else piece.float() for key, piece in raw.items()
+            }
+            yield (
+                wide,
+                [
+                    (side, wide[id(side.tuned)] - wide[id(side.base)], None if seen is None else next(seen))
+                    for side, seen in zip(self.sides, ballots, strict=True)
+                ],
+            )
+
+    def _shown(self, side: _Side, delta: Tensor, seen: Tensor | None) -> Tensor:
+        if side.ballot is None:
+            return delta.to(self.dtype)
+        if seen is None:
+            return torch.zeros_like(delta, dtype=self.dtype)
+        return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
+
+    def _count(self, name: str, side: _Side, wide: dict[int, Tensor], delta: Tensor, masked: Tensor) -> None:
+        square = float(torch.dot(delta, delta))
+        if not math.isfinite(square):
+            for checkpoint in (side.base, side.tuned):
+                if not bool(torch.isfinite(wide[id(checkpoint)]).all()):
+                    raise CorruptInput(
+                        f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
+                    )
+        side.tau_square += square
+        side.base_square += float(torch.dot(wide[id(side.base)], wide[id(side.base)]))
+        side.nonzero += int(delta.count_nonzero())
+        side.kept += int(masked.count_nonzero())
+
+
+class _Merged(Checkpoint):
+    """The merged update as a checkpoint: computed when a piece is asked for, each tensor once."""
+
+    def __init__(self, job: _MergeJob, method: Merge, rule: Rule) -> None:
+        self.job, self.method, self.rule = job, method, rule
+        self.notes = tuple(
+            dict.fromkeys(note for c in job.inputs.values() for note in c.notes if c is not job.target)
+        )
+
+    def names(self) -> list[str]:
+        return [*self.job.names, *self.job.heads]
+
+    def info(self, name: str) -> TensorInfo:
+        if name in self.job.heads:
+            return self.job.heads[name].info(name)
+        if name in self.job.bundle.shapes:
+            return TensorInfo(self.job.bundle.shapes[name], self.job.bundle.dtype)
+        return self.job.sides[0].base.info(name)
+
+    def read(self, name: str) -> Tensor:
+        info = self.info(name)
+        pieces = list(self.chunks(name, CHUNK))
+        return torch.cat(pieces).view(info.shape) if pieces else torch.empty(info.shape, dtype=info.dtype)
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        if name in self.job.heads:
+            return self.job.hashes.chunks(self.job.heads[name], name, elements)
+        return recut(self._pieces(name), elements)
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        shape = self.job.bundle.shapes[name]
+        for index, pieces in enumerate(self.job.bundle.last_pieces(name, self.method.piece_size(shape))):
+            yield self.rule(Place(name, shape, index), pieces)
+
+    def __str__(self) -> str:
+        return f"the merge of {len(self.job.sides)} vectors"
+
+
+class _Consensus(Checkpoint):
+    """Per weight the sum of the tasks' signs, read from their votes when asked for."""
+
+    def __init__(self, tasks: Sequence[OpenVotes]) -> None:
+        self.tasks = list(tasks)
+        self.dtype = dtype_for(len(self.tasks))
+        first = self.tasks[0].source
+        for task in self.tasks[1:]:
+            odd = sorted(set(first.names()) ^ set(task.source.names()))
+            if odd:
+                raise IncompatibleCheckpoints(
+                    f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}."
+                )
+            for name in first.names():
+                if first.info(name).shape != task.source.info(name).shape:
+                    raise IncompatibleCheckpoints(f"votes for {name!r} differ in shape between the tasks.")
+        hashes = {task.about.target_hash for task in self.tasks} - {None}
+        if len(hashes) > 1:
+            raise IncompatibleCheckpoints(
+                "the votes were taken at different weights: they have no consensus."
+            )
+        self.target_hash = next(iter(hashes), None)
+
+    def opened(self) -> OpenVotes:
+        probe = self.tasks[0].about.probe
+        return OpenVotes(self, SignVotes({}, len(self.tasks), target_hash=self.target_hash, probe=probe))
+
+    def names(self) -> list[str]:
+        return self.tasks[0].source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(self.tasks[0].source.info(name).shape, self.dtype)
+
+    def read(self, name: str) -> Tensor:
+        return torch.cat(list(self.chunks(name))).view(self.info(name).shape)
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        for pieces in zip(*(task.source.chunks(name, elements) for task in self.tasks), strict=True):
+            yield torch.stack([piece.sign().to(self.dtype) for piece in pieces]).sum(0, dtype=self.dtype)
