@@ -1,5 +1,6 @@
 """Tasks: how one family of models is loaded, fed and scored. Importing this package fills the registry."""
 
+from gradfix.tasks import classification as _classification  # noqa: F401
 from gradfix.tasks import zero_shot as _zero_shot  # noqa: F401
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Example
+from gradfix.tasks.inputs import column, longest, tokenise
 from gradfix.tasks.loading import (
     load_image_processor,
     load_pretrained,
@@ -68,32 +69,21 @@ class TextEncoder(Encoder):
 
         if pooling not in POOLINGS:
             raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
-        self.pooling, self.scale, self.max_length = pooling, TEXT_SCALE, max_length
+        self.pooling, self.scale = pooling, TEXT_SCALE
         self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        self.model, self.notes = load_pretrained(
+        loaded = load_pretrained(
             AutoModel, folder, dtype, device, optional=["pooler"], trust_remote_code=trust_remote_code
         )
+        self.model, self.notes = loaded.model, loaded.notes
+        self.max_length = longest(max_length, self.tokenizer, self.model.config)
         if self.model.config.is_encoder_decoder:
             raise UsageError(f"{folder} is an encoder-decoder; use --task seq2seq for it.")
         names = {name for name, _ in self.model.named_parameters()}
         self._unused = {name for name in names if name.startswith("pooler.")}
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        first = [text_of(example, index) for index, example in enumerate(examples)]
-        pairs = [example.get("text_pair") for example in examples]
-        return self._tokens(first, pairs if all(pairs) else None)
-
-    def _tokens(self, texts: Sequence[str], pairs: Sequence[Any] | None = None) -> Batch:
         device = next(self.model.parameters()).device
-        tokens = self.tokenizer(
-            list(texts),
-            list(pairs) if pairs else None,
-            padding=True,
-            truncation=True,
-            max_length=self.max_length,
-            return_tensors="pt",
-        )
-        return {name: tensor.to(device) for name, tensor in tokens.items()}
+        return tokenise(self.tokenizer, examples, self.max_length, device)
 
     def embed(self, model: Any, batch: Batch) -> Tensor:
         inputs = {name: batch[name] for name in self.tokenizer.model_input_names if name in batch}
@@ -107,24 +97,10 @@ class TextEncoder(Encoder):
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:
         with torch.no_grad():
-            return self.embed(self.model, self._tokens(prompts))
+            return self.embed(self.model, self.inputs([{"text": prompt} for prompt in prompts]))
 
     def trainable(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters() if name not in self._unused]
-
-
-def text_of(example: Example, index: int) -> str:
-    text = example.get("text")
-    if not isinstance(text, str):
-        raise DataError(f"{getattr(example, 'where', f'example {index}')}: this task needs a text.")
-    return text
-
-
-def image_of(example: Example, index: int) -> Any:
-    image = example.get("image")
-    if image is None:
-        raise DataError(f"{getattr(example, 'where', f'example {index}')}: this task needs an image.")
-    return image
 
 
 class TwoTowers(Encoder):
@@ -143,18 +119,16 @@ class TwoTowers(Encoder):
 
         self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         self.processor = load_image_processor(folder, trust_remote_code=trust_remote_code)
-        self.model, self.notes = load_pretrained(
-            AutoModel, folder, dtype, device, trust_remote_code=trust_remote_code
-        )
+        loaded = load_pretrained(AutoModel, folder, dtype, device, trust_remote_code=trust_remote_code)
+        self.model, self.notes = loaded.model, loaded.notes
         positions = int(self.model.config.text_config.max_position_embeddings)
         self.max_length = min(max_length or positions, positions)
         self.siglip = "siglip" in self.model.config.model_type
         self.scale = float(self.model.logit_scale.detach().double().exp())
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        images = [image_of(example, index) for index, example in enumerate(examples)]
         with quiet_transformers():
-            pixels = self.processor(images=images, return_tensors="pt")["pixel_values"]
+            pixels = self.processor(images=column(examples, "image"), return_tensors="pt")["pixel_values"]
         reference = next(self.model.parameters())
         return {"pixel_values": pixels.to(device=reference.device, dtype=reference.dtype)}
 

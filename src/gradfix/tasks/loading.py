@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from gradfix._compat import heal_torchvision
-from gradfix.checkpoints.open import open_checkpoint, resolve
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
 # What the loaders raise on damaged or foreign folders; anything else is a bug and should show as one.
@@ -50,20 +51,50 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A model in eval mode, the tensors its checkpoint lacked, and notes on what was left aside."""
+
+    model: Any
+    missing: list[str]
+    notes: list[str]
+
+
 def load_pretrained(
     auto: Any,
     folder: Path,
     dtype: torch.dtype,
     device: str | torch.device,
     *,
-    optional: Sequence[str] = (),
     trust_remote_code: bool = False,
-    explain_missing: Callable[[str], str] | None = None,
-) -> tuple[Any, list[str]]:
-    """The model in eval mode and notes on what was left aside.
+    optional: Sequence[str] = (),
+    **config: Any,
+) -> Loaded:
+    """Load with nothing missing.
 
     `optional` are submodules the task does not use: one whose tensors are missing is taken out of the model,
     so that the model's parameters are the checkpoint's tensors and no random weights."""
+    loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust_remote_code, **config)
+    needed = [name for name in loaded.missing if name.split(".")[0] not in optional]
+    if needed:
+        raise CorruptInput(
+            f"{folder} lacks {len(needed)} tensors, first {needed[0]!r}. The file is incomplete or of another model."
+        )
+    for name in {name.split(".")[0] for name in loaded.missing}:
+        setattr(loaded.model, name, None)
+    return loaded
+
+
+def load_partly(
+    auto: Any,
+    folder: Path,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    *,
+    trust_remote_code: bool = False,
+    **config: Any,
+) -> Loaded:
+    """Load and say what is missing; the caller must fill or refuse it, because it is random now."""
     open_checkpoint(
         folder
     )  # refuses shards outside the folder and damaged headers, which the loader would follow
@@ -76,22 +107,10 @@ def load_pretrained(
                 ignore_mismatched_sizes=True,
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
+                **config,
             )
         except LOADER_ERRORS as error:
-            raise CorruptInput(f"{folder} does not load ({_first_line(error)}).") from None
-    notes = _check_info(model, info, folder, optional, explain_missing)
-    for name in {missing.split(".")[0] for missing in info["missing_keys"]}:
-        setattr(model, name, None)
-    return model.to(device).eval(), notes
-
-
-def _check_info(
-    model: nn.Module,
-    info: dict[str, Any],
-    folder: Path,
-    optional: Sequence[str],
-    explain_missing: Callable[[str], str] | None,
-) -> list[str]:
+            raise CorruptInput(f"{folder} does not load ({first_line(error)}).") from None
     mismatched = sorted(
         str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"]
     )
@@ -100,12 +119,6 @@ def _check_info(
             f"{folder}: {len(mismatched)} tensors have another shape than the config says, "
             f"first {mismatched[0]!r}."
         )
-    missing = sorted(name for name in info["missing_keys"] if name.split(".")[0] not in optional)
-    if missing:
-        reason = (
-            explain_missing(missing[0]) if explain_missing else "The file is incomplete or of another model."
-        )
-        raise CorruptInput(f"{folder} lacks {len(missing)} tensors, first {missing[0]!r}. {reason}")
     extra = sorted(info["unexpected_keys"])
     inside = [name for name in extra if not _is_other_head(name, model, folder)]
     if inside:
@@ -113,7 +126,8 @@ def _check_info(
             f"{folder} holds {len(inside)} tensors its model does not know, first {inside[0]!r}. "
             "Is the config of another model?"
         )
-    return [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
+    notes = [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
+    return Loaded(model.to(device).eval(), sorted(info["missing_keys"]), notes)
 
 
 def _is_other_head(name: str, model: nn.Module, folder: Path) -> bool:
@@ -121,6 +135,25 @@ def _is_other_head(name: str, model: nn.Module, folder: Path) -> bool:
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     names = open_checkpoint(folder).names()
     return prefix != "." and not name.startswith(prefix) and any(other.startswith(prefix) for other in names)
+
+
+def load_exactly(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:
+    """Put the checkpoint's tensors into a freshly built model; every name and shape must match."""
+    state = checkpoint.state()
+    wanted = model.state_dict()
+    odd = sorted(set(state) ^ set(wanted))
+    if odd:
+        verb = "lacks" if odd[0] in wanted else "holds a tensor its model does not know:"
+        raise CorruptInput(
+            f"{folder} {verb} {odd[0]!r} ({len(odd)} names differ). Is the config of another model?"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != wanted[name].shape:
+            raise IncompatibleCheckpoints(
+                f"{folder}: tensor {name!r} is {tuple(tensor.shape)}, but the config says "
+                f"{tuple(wanted[name].shape)}."
+            )
+    model.load_state_dict(state)
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -133,7 +166,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except LOADER_ERRORS as error:
-            raise CorruptInput(f"{folder} has no usable tokenizer ({_first_line(error)}).") from None
+            raise CorruptInput(f"{folder} has no usable tokenizer ({first_line(error)}).") from None
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -151,7 +184,7 @@ def load_image_processor(folder: Path, *, trust_remote_code: bool = False) -> An
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
         except LOADER_ERRORS as error:
-            raise CorruptInput(f"{folder} has no usable image processor ({_first_line(error)}).") from None
+            raise CorruptInput(f"{folder} has no usable image processor ({first_line(error)}).") from None
 
 
 def freeze_all_but(model: nn.Module, names: Sequence[str]) -> None:
@@ -178,6 +211,6 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -1,0 +1,281 @@
+"""Classification: a model that carries its own head.
+
+`AutoModelForSequenceClassification`, `AutoModelForImageClassification` and timm. Classes are matched by name
+between the head and the data, never by position. A head that only the fine-tune has can be lent to the bare
+base with `head_from`; it then stays frozen."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
+from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
+from gradfix.tasks.inputs import column, longest, tokenise
+from gradfix.tasks.loading import (
+    Loaded,
+    freeze_all_but,
+    load_image_processor,
+    load_partly,
+    load_tokenizer,
+    model_folder,
+    quiet_transformers,
+    read_json,
+)
+
+
+class Classifier(ABC):
+    """A family of models with a classification head."""
+
+    model: Any
+    names: list[str]  # the head's classes in order
+    notes: list[str]
+    added_head: bool = False  # the head is not the checkpoint's own
+
+    @abstractmethod
+    def inputs(self, examples: Sequence[Example]) -> Batch: ...
+
+    @abstractmethod
+    def logits(self, model: Any, batch: Batch) -> Tensor: ...
+
+    @abstractmethod
+    def features(self, model: Any, batch: Batch) -> Tensor: ...
+
+    @abstractmethod
+    def head(self) -> list[str]:
+        """Names of the head's parameters."""
+
+    def save_config(self, folder: Path) -> None:  # noqa: B027
+        """Rewrite the config where the head is not the checkpoint's own."""
+
+
+class HuggingFaceClassifier(Classifier):
+    """Text or images through transformers' own classes."""
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: str | torch.device, options: HeadOptions, images: bool
+    ) -> None:
+        from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
+
+        self.images = images
+        auto = AutoModelForImageClassification if images else AutoModelForSequenceClassification
+        self.model, self.notes, self.added_head = load_with_head(auto, folder, dtype, device, options)
+        config = self.model.config
+        if images:
+            self.processor = load_image_processor(folder, trust_remote_code=options.trust_remote_code)
+        else:
+            self.tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+            self.max_length = longest(options.max_length, self.tokenizer, config)
+            if config.pad_token_id is None:
+                config.pad_token_id = (
+                    self.tokenizer.pad_token_id
+                )  # decoders look for the last real token with it
+        self.names = [str(config.id2label[index]) for index in range(config.num_labels)]
+
+    def inputs(self, examples: Sequence[Example]) -> Batch:
+        reference = next(self.model.parameters())
+        if not self.images:
+            return tokenise(self.tokenizer, examples, self.max_length, reference.device)
+        with quiet_transformers():
+            pixels = self.processor(images=column(examples, "image"), return_tensors="pt")["pixel_values"]
+        return {"pixel_values": pixels.to(device=reference.device, dtype=reference.dtype)}
+
+    def _shown(self, batch: Batch) -> Batch:
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        return model(**self._shown(batch)).logits
+
+    def features(self, model: Any, batch: Batch) -> Tensor:
+        hidden = getattr(model, model.base_model_prefix)(**self._shown(batch)).last_hidden_state
+        if "attention_mask" not in batch:
+            return hidden.flatten(2).mean(-1) if hidden.ndim == 4 else hidden.mean(1)
+        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+    def head(self) -> list[str]:
+        prefix = f"{self.model.base_model_prefix}."
+        return [name for name, _ in self.model.named_parameters() if not name.startswith(prefix)]
+
+    def save_config(self, folder: Path) -> None:
+        if self.added_head:
+            self.model.config.architectures = [type(self.model).__name__]
+            self.model.config.to_json_file(folder / "config.json")
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Where a head comes from when the checkpoint has none."""
+
+    labels: Sequence[str]
+    head_from: Path | None = None
+    new_head: int | None = None
+    max_length: int | None = None
+    trust_remote_code: bool = False
+
+
+def load_with_head(
+    auto: Any, folder: Path, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
+) -> tuple[Any, list[str], bool]:
+    """The model, notes, and whether its head came from elsewhere: lent by `head_from`, or fresh from a seed."""
+    trust = options.trust_remote_code
+    loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust)
+    if not loaded.missing:
+        return loaded.model, loaded.notes, False
+    _refuse_gaps(folder, loaded)
+    if options.head_from is not None:
+        lender = load_partly(auto, options.head_from, dtype, device, trust_remote_code=trust)
+        if lender.missing:
+            raise IncompatibleCheckpoints(
+                f"neither {folder} nor {options.head_from} has a classification head."
+            )
+        names = lender.model.config.id2label
+        loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust, **_classes(names))
+        _borrow(loaded, lender, options.head_from)
+        return loaded.model, [*loaded.notes, f"the head is that of {options.head_from}"], True
+    if options.new_head is None:
+        raise IncompatibleCheckpoints(
+            f"{folder} has no classification head (no {loaded.missing[0]!r}). Give a checkpoint that has one "
+            "(head_from; for a transport --head copy), or ask for a new one to train (new_head, a seed)."
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(options.new_head)
+        names = dict(enumerate(options.labels))
+        loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust, **_classes(names))
+    return loaded.model, [*loaded.notes, f"the head is new, drawn from seed {options.new_head}"], True
+
+
+def _refuse_gaps(folder: Path, loaded: Loaded) -> None:
+    """A head may be missing; a part of the encoder may not."""
+    prefix = f"{loaded.model.base_model_prefix}."
+    inside = [n for n in loaded.missing if n.startswith(prefix) and not n.startswith(f"{prefix}pooler.")]
+    if inside:
+        raise CorruptInput(
+            f"{folder} lacks {len(inside)} tensors, first {inside[0]!r}. The file is incomplete or of another model."
+        )
+
+
+def _classes(names: Mapping[int, str]) -> dict[str, Any]:
+    return {"id2label": dict(names), "label2id": {name: index for index, name in names.items()}}
+
+
+def _borrow(loaded: Loaded, lender: Loaded, source: Path) -> None:
+    theirs = dict(lender.model.named_parameters())
+    ours = dict(loaded.model.named_parameters())
+    with torch.no_grad():
+        for name in loaded.missing:
+            if name not in theirs or theirs[name].shape != ours[name].shape:
+                raise IncompatibleCheckpoints(f"the head of {source} does not fit: tensor {name!r} differs.")
+            ours[name].copy_(theirs[name])
+
+
+class ClassificationBound(ClosedSet):
+    """A classifier whose answers are numbered as the data's labels are."""
+
+    def __init__(
+        self, classifier: Classifier, labels: Sequence[str], freeze_head: bool, folder: Path
+    ) -> None:
+        self.classifier, self.model, self.notes = classifier, classifier.model, classifier.notes
+        self.labels, self.source = list(labels), folder
+        self._index = {label: index for index, label in enumerate(labels)}
+        self._columns = torch.tensor(match_labels(labels, classifier.names, folder))
+        self._frozen = set(classifier.head()) if freeze_head else set()
+        freeze_all_but(self.model, self.trainable())
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        answers = label_indices(examples, self._index)
+        inputs = self.classifier.inputs(examples)
+        return {**inputs, "labels": answers.to(next(iter(inputs.values())).device)}
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = self.classifier.logits(model, batch)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits[:, self._columns.to(logits.device)]
+
+    def features(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.classifier.features(model, batch)
+
+    def trainable(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters() if name not in self._frozen]
+
+    def save_extras(self, folder: Path) -> None:
+        self.classifier.save_config(folder)
+
+
+def match_labels(labels: Sequence[str], names: Sequence[str], folder: Path) -> list[int]:
+    """The head's column of each label, by name; unnamed classes (LABEL_0, ...) answer to their number."""
+    places = {name: index for index, name in enumerate(names)}
+    if all(name == f"LABEL_{index}" for index, name in enumerate(names)):
+        places |= {str(index): index for index in range(len(names))}
+    odd = [label for label in labels if label not in places]
+    if odd:
+        near = difflib.get_close_matches(odd[0], names, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+        raise DataError(
+            f"the data's label {odd[0]!r} is no class of {folder}; its {len(names)} classes are: {shown}.{hint} "
+            "Rename the labels, or the classes in the model's id2label."
+        )
+    return [places[label] for label in labels]
+
+
+@TASKS.register("classification")
+class Classification(Task):
+    """Text and image classifiers of transformers, and timm.
+
+    `freeze_head` leaves the head out of training and votes. `new_head` (a seed) puts a fresh head on a
+    checkpoint that has none; a head lent by `head_from` is always frozen."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, Prompts],
+        *,
+        freeze_head: bool = False,
+        new_head: int | None = None,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if len(labels) < 2:
+            raise UsageError("a classification task needs at least two labels.")
+        self.labels = dict(labels)
+        self.freeze_head, self.new_head = freeze_head, new_head
+        self.max_length, self.trust_remote_code = max_length, trust_remote_code
+
+    def open(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        head_from: str | os.PathLike[str] | None = None,
+    ) -> ClassificationBound:
+        folder = model_folder(source)
+        lender = model_folder(head_from) if head_from is not None else None
+        options = HeadOptions(
+            list(self.labels), lender, self.new_head, self.max_length, self.trust_remote_code
+        )
+        classifier = self._classifier(folder, dtype, device, options)
+        lent = classifier.added_head and lender is not None
+        return ClassificationBound(classifier, list(self.labels), self.freeze_head or lent, folder)
+
+    def _classifier(
+        self, folder: Path, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
+    ) -> Classifier:
+        config = read_json(folder / "config.json")
+        if "architecture" in config:
+            from gradfix.tasks.timm_models import TimmClassifier
+
+            return TimmClassifier(folder, config, dtype, device)
+        with quiet_transformers():
+            from transformers.models.auto.modeling_auto import (
+                MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as IMAGE_MODELS,
+            )
+        return HuggingFaceClassifier(folder, dtype, device, options, config.get("model_type") in IMAGE_MODELS)
