@@ -20,6 +20,7 @@ from gradfix.bundles import Bundle, Density, Merge, Place, Rule
 from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import CHUNK, Checkpoint, Part, Source, open_checkpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.merge_rules import MERGES
@@ -137,6 +138,7 @@ class _Side:
     base: Checkpoint
     tuned: Checkpoint
     votes: Votes | None
+    vocabulary: Mapping[str, Any]  # how token rows were matched, where they had to be
     ballot: Ballot | None = None
     nonzero: int = 0
     kept: int = 0
@@ -153,7 +155,9 @@ class _MergeJob:
         self.sides: list[_Side] = []
         for vector in vectors:
             base = _open_once(vector.base, opened)
-            self.sides.append(_Side(base, _open_once(vector.tuned, opened, base), vector.votes))
+            tuned = _open_once(vector.tuned, opened, base)
+            base, tuned, rows = match_vocabulary(base, tuned, self.target)
+            self.sides.append(_Side(base, tuned, vector.votes, rows))
         self.inputs = {"target": self.target}
         for number, side in enumerate(self.sides, 1):
             self.inputs |= {f"base {number}": side.base, f"tuned {number}": side.tuned}
@@ -224,9 +228,8 @@ class _MergeJob:
                     f"the mask keeps {side.kept / side.nonzero:.2%} of {side.tuned}: nothing to speak of is left. "
                     "More examples or the veto mask may help; force goes on all the same."
                 )
-            facts.append(
-                {"tuned": str(side.tuned), "kept": share(side.kept, side.nonzero), "norm_ratio": ratio}
-            )
+            kept = share(side.kept, side.nonzero)
+            facts.append({"tuned": str(side.tuned), "kept": kept, "norm_ratio": ratio, **side.vocabulary})
         return facts
 
 
