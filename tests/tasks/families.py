@@ -53,4 +53,9 @@ CASES = [
     Case("classification", "bert_classifier"),
     Case("classification", "vit", images=True),
     Case("classification", "timm", images=True),
+    Case("seq2seq", "t5", lr=1e-2),
+    Case("seq2seq", "t5", options={"loss": "sum"}, lr=1e-2),
+    Case("causal", "llama"),
+    Case("causal", "gpt2"),
+    Case("causal", "mixtral"),
 ]

@@ -127,6 +127,8 @@ def load_partly(
             "Is the config of another model?"
         )
     notes = [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
+    if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the fast expert kernels know no float64
     return Loaded(model.to(device).eval(), sorted(info["missing_keys"]), notes)
 
 

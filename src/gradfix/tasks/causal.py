@@ -1,0 +1,271 @@
+"""Causal: language models answer a prompt; the loss is on the answer's tokens only.
+
+Rows hold `messages` (the last turn is the answer; the model's chat template renders them), `prompt` and
+`completion`, or a text with a label of a closed set. With a label set the answer is the likeliest label;
+without one, an answer is right when greedy decoding would give it token by token."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradfix.errors import DataError, UsageError
+from gradfix.registry import unknown
+from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task, label_indices
+from gradfix.tasks.inputs import longest, pad, where
+from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, model_folder
+from gradfix.tasks.seq2seq import LOSSES, spelled_labels
+from gradfix.votes.collect import left_as_it_was
+
+SCORINGS = ("likelihood", "exact", "generate")
+WRONG = -1
+
+
+class CausalBound(Bound):
+    """A language model with its template. Token tensors are (batch, choices, length): one choice per label,
+    or the answer alone where there is no label set."""
+
+    model: Any
+
+    def __init__(
+        self, model: Any, tokenizer: Any, labels: Mapping[str, str], loss: str, scoring: str, max_length: int
+    ) -> None:
+        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+        self.labels, self.texts = list(labels), list(labels.values())
+        self.reduction, self.scoring = loss, scoring
+        self._index = {label: index for index, label in enumerate(self.labels)}
+        freeze_all_but(model, self.trainable())
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        device = next(self.model.parameters()).device
+        labels = label_indices(examples, self._index) if self.labels else torch.zeros(len(examples)).long()
+        choices: Sequence[str | None] = self.texts or [None]
+        rows = [
+            [self._spelled(example, index, text) for text in choices]
+            for index, example in enumerate(examples)
+        ]
+        flat = [choice for row in rows for choice in row]
+        shape = (len(examples), len(choices), -1)
+        batch = {
+            "input_ids": pad([p + a for p, a in flat], self.tokenizer.pad_token_id).view(shape),
+            "attention_mask": pad([[1] * len(p + a) for p, a in flat], 0).view(shape),
+            "answer_mask": pad([[0] * len(p) + [1] * len(a) for p, a in flat], 0).view(shape),
+            "labels": labels,
+        }
+        if self.scoring == "generate":
+            prompts = [row[0][0] for row in rows]
+            batch["prompt_ids"] = pad(prompts, self.tokenizer.pad_token_id, left=True)
+            batch["prompt_mask"] = pad([[1] * len(p) for p in prompts], 0, left=True)
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+
+    def _spelled(self, example: Example, index: int, label_text: str | None) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt and of the answer; a prompt that is too long loses its beginning."""
+        prompt, answer, special = self._texts(example, index, label_text)
+        asked = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
+        said = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if special:
+            said = [*said, self.tokenizer.eos_token_id]
+        if not said or len(said) >= self.max_length:
+            raise DataError(
+                f"{where(example, index)}: the answer has {len(said)} tokens; it must have at least one and "
+                f"leave room for the prompt within {self.max_length}."
+            )
+        if not asked:
+            # Without a first token nothing predicts the answer's beginning.
+            asked = [self._first_token(example, index)]
+        return asked[-(self.max_length - len(said)) :], said
+
+    def _first_token(self, example: Example, index: int) -> int:
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        raise DataError(f"{where(example, index)}: the prompt has no tokens.")
+
+    def _texts(self, example: Example, index: int, label_text: str | None) -> tuple[str, str, bool]:
+        """Prompt, answer, and whether the tokenizer still has to add its own special tokens."""
+        if "messages" in example:
+            turns = list(example["messages"])
+            if label_text is not None:
+                turns = [*_question(turns), {"role": "assistant", "content": label_text}]
+            return *self._rendered(turns, example, index), False
+        prompt = example.get("prompt", example.get("text"))
+        if not isinstance(prompt, str):
+            raise DataError(f"{where(example, index)}: this task needs messages, or a prompt, or a text.")
+        if label_text is not None:
+            return prompt, label_text if prompt[-1:].isspace() else f" {label_text}", True
+        if not isinstance(example.get("completion"), str):
+            raise DataError(
+                f"{where(example, index)}: there is a prompt, but no completion and no label set."
+            )
+        return prompt, example["completion"], True
+
+    def _rendered(self, turns: list[Any], example: Example, index: int) -> tuple[str, str]:
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                f"{where(example, index)}: this model has no chat template for 'messages'. "
+                "Give prompt and completion instead."
+            )
+        question = self.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        whole = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        if not whole.startswith(question):
+            raise DataError(
+                f"{where(example, index)}: the chat template rewrites the question when the answer is there; "
+                "the answer's tokens cannot be told apart. Give prompt and completion instead."
+            )
+        return question, whole[len(question) :]
+
+    def _token_losses(
+        self, model: Any, tokens: Tensor, attention: Tensor, answer: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and logits-argmax hits per position, zero outside the answer; all of shape (batch, length - 1)."""
+        logits = model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        targets, counts = tokens[:, 1:], answer[:, 1:]
+        losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return losses * counts, (logits.argmax(-1) == targets) | (counts == 0)
+
+    def _own(self, batch: Batch) -> list[Tensor]:
+        """Tokens, attention and answer mask of each sample's true answer."""
+        names = ("input_ids", "attention_mask", "answer_mask")
+        picked = batch["labels"].view(-1, 1, 1)
+        return [
+            batch[name].gather(1, picked.expand(-1, 1, batch[name].shape[2])).squeeze(1) for name in names
+        ]
+
+    def _reduced(self, token_losses: Tensor, answer: Tensor) -> Tensor:
+        total = token_losses.sum(1)
+        return total if self.reduction == "sum" else total / answer[:, 1:].sum(1)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        tokens, attention, answer = self._own(batch)
+        return self._reduced(self._token_losses(model, tokens, attention, answer)[0], answer)
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The log-likelihood of every label's text."""
+        if not self.labels:
+            return super().logits(model, batch)
+        names = ("input_ids", "attention_mask", "answer_mask")
+        columns = [
+            -self._token_losses(model, *(batch[name][:, choice] for name in names))[0].sum(1)
+            for choice in range(len(self.labels))
+        ]
+        return torch.stack(columns, dim=1)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self.judge(model, batch)[0]
+
+    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Answers and losses; without a label set the answer is 0 where right and -1 where wrong."""
+        if self.scoring == "generate":
+            return self._by_generation(model, batch), self.loss(model, batch)
+        tokens, attention, answer = self._own(batch)
+        if self.labels and self.scoring == "likelihood":
+            likelihoods = self.logits(model, batch)
+            own = -likelihoods.gather(1, batch["labels"].unsqueeze(1))
+            return likelihoods.argmax(-1), self._reduced(own, answer)
+        losses, hits = self._token_losses(model, tokens, attention, answer)
+        right = torch.where(hits.all(1), batch["labels"], WRONG)
+        return right, self._reduced(losses, answer)
+
+    def _by_generation(self, model: nn.Module, batch: Batch) -> Tensor:
+        tokens, _, answer = self._own(batch)
+        said = self.generate(model, batch, int(answer.sum(1).max()))
+        meant = [
+            self.tokenizer.decode(row[mask.bool()], skip_special_tokens=True)
+            for row, mask in zip(tokens, answer)
+        ]
+        same = torch.tensor([a.strip() == b.strip() for a, b in zip(said, meant)], device=answer.device)
+        return torch.where(same, batch["labels"], WRONG)
+
+    def generate(self, model: Any, batch: Batch, max_new_tokens: int) -> list[str]:
+        """What the model says after each prompt, by greedy decoding."""
+        prompts = batch["prompt_ids"]
+        tokens = model.generate(
+            input_ids=prompts,
+            attention_mask=batch["prompt_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        return self.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
+
+    def perplexity(self, model: nn.Module, examples: Sequence[Example], batch_size: int = 16) -> float:
+        """exp of the mean loss over all answer tokens; the model is left as it was."""
+        total, count = 0.0, 0
+        with left_as_it_was(model), torch.no_grad():
+            for batch in self.batches(examples, batch_size):
+                tokens, attention, answer = self._own(batch)
+                total += float(self._token_losses(model, tokens, attention, answer)[0].double().sum())
+                count += int(answer[:, 1:].sum())
+        if count == 0:
+            raise DataError("there are no examples to score.")
+        return math.exp(total / count)
+
+    def features(self, model: Any, batch: Batch) -> Tensor:
+        """The mean last hidden state over the prompt."""
+        tokens, attention, answer = self._own(batch)
+        output = model(input_ids=tokens, attention_mask=attention, output_hidden_states=True)
+        hidden = output.hidden_states[-1]
+        mask = (attention * (1 - answer)).unsqueeze(-1).to(hidden.dtype)
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+
+@TASKS.register("causal")
+class Causal(Task):
+    """Instruction data or labelled texts; `labels` may be empty.
+
+    `loss` is "mean" or "sum" over the answer's tokens. `scoring`: "likelihood" over the label set, "exact"
+    (would greedy decoding give the answer? one pass), or "generate" (decode, compare the texts)."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, Prompts] | None = None,
+        *,
+        loss: str = "mean",
+        scoring: str | None = None,
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if loss not in LOSSES:
+            raise UsageError(unknown("loss", loss, list(LOSSES)))
+        self.labels = dict(labels or {})
+        self.texts = spelled_labels(self.labels)
+        scoring = scoring or ("likelihood" if self.labels else "exact")
+        if scoring not in SCORINGS:
+            raise UsageError(unknown("scoring", scoring, list(SCORINGS)))
+        if scoring == "likelihood" and not self.labels:
+            raise UsageError("scoring by likelihood needs a label set; use exact or generate.")
+        self.loss, self.scoring = loss, scoring
+        self.max_length, self.trust_remote_code = max_length, trust_remote_code
+
+    def open(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        head_from: str | os.PathLike[str] | None = None,
+    ) -> CausalBound:
+        """Load a model; `head_from` changes nothing here, the answers come from the model's own words."""
+        from transformers import AutoModelForCausalLM
+
+        folder = model_folder(source)
+        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        loaded = load_pretrained(
+            AutoModelForCausalLM, folder, dtype, device, trust_remote_code=self.trust_remote_code
+        )
+        length = longest(self.max_length, tokenizer, loaded.model.config)
+        bound = CausalBound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
+        bound.source, bound.notes = folder, loaded.notes
+        return bound
+
+
+def _question(turns: list[Any]) -> list[Any]:
+    return turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns

@@ -1,0 +1,184 @@
+"""Seq2seq: T5 and its kin answer with the label's text.
+
+The loss is the negative log-likelihood of the label's tokens (its end included), averaged over the tokens of
+each sample by default. Answers are the likeliest label of the closed set, or what the model generates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradfix.errors import UsageError
+from gradfix.registry import unknown
+from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task, label_indices
+from gradfix.tasks.inputs import longest, pad, tokenise
+from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, model_folder
+
+LOSSES = ("mean", "sum")
+SCORINGS = ("likelihood", "generate")
+IGNORED = -100
+
+
+class Seq2SeqBound(Bound):
+    """A model with the tokens of every label."""
+
+    model: Any
+
+    def __init__(
+        self, model: Any, tokenizer: Any, labels: Mapping[str, str], loss: str, scoring: str, max_length: int
+    ) -> None:
+        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+        self.labels, self.texts = list(labels), list(labels.values())
+        self.reduction, self.scoring = loss, scoring
+        self._index = {label: index for index, label in enumerate(self.labels)}
+        spelled = [tokenizer(text_target=text)["input_ids"] for text in self.texts]
+        self._answers = pad(spelled, IGNORED).to(next(model.parameters()).device)
+        freeze_all_but(model, self.trainable())
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        device = self._answers.device
+        answers = label_indices(examples, self._index)
+        tokens = tokenise(self.tokenizer, examples, self.max_length, device)
+        return {
+            "input_ids": tokens["input_ids"],
+            "attention_mask": tokens["attention_mask"],
+            "labels": answers.to(device),
+        }
+
+    def _encoded(self, model: Any, batch: Batch) -> Any:
+        return model.get_encoder()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+
+    def _log_likelihoods(self, model: Any, batch: Batch, encoded: Any, answers: Tensor) -> Tensor:
+        """Summed over the tokens of each row's answer, shape (batch,)."""
+        start = torch.full_like(answers[:, :1], model.config.decoder_start_token_id)
+        # Padding behind an answer is never looked at: the decoder is causal and the loss skips it.
+        shown = torch.cat([start, answers[:, :-1]], dim=1).masked_fill_(
+            torch.cat([torch.zeros_like(start, dtype=torch.bool), answers[:, :-1] == IGNORED], dim=1),
+            self.tokenizer.pad_token_id,
+        )
+        output = model(
+            encoder_outputs=encoded, attention_mask=batch["attention_mask"], decoder_input_ids=shown
+        )
+        logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+        losses = functional.cross_entropy(
+            logits.transpose(1, 2), answers, ignore_index=IGNORED, reduction="none"
+        )
+        return -losses.sum(1)
+
+    def _losses(self, likelihoods: Tensor, labels: Tensor) -> Tensor:
+        if self.reduction == "sum":
+            return -likelihoods
+        lengths = (self._answers != IGNORED).sum(1)
+        return -likelihoods / lengths[labels]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        answers = self._answers[batch["labels"]]
+        likelihoods = self._log_likelihoods(model, batch, self._encoded(model, batch), answers)
+        return self._losses(likelihoods, batch["labels"])
+
+    def logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The log-likelihood of every label's text, the input encoded once."""
+        encoded = self._encoded(model, batch)
+        size = len(batch["labels"])
+        columns = []
+        for answer in self._answers:
+            spelled = answer[answer != IGNORED].expand(size, -1)
+            columns.append(self._log_likelihoods(model, batch, encoded, spelled))
+        return torch.stack(columns, dim=1)
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The index of the likeliest label; with scoring "generate" -1 where the text is no label."""
+        if self.scoring == "likelihood":
+            return self.logits(model, batch).argmax(-1)
+        texts = [" ".join(text.split()).casefold() for text in self.generate(model, batch)]
+        places = {" ".join(text.split()).casefold(): index for index, text in enumerate(self.texts)}
+        return torch.tensor([places.get(text, -1) for text in texts], device=batch["labels"].device)
+
+    def generate(self, model: Any, batch: Batch) -> list[str]:
+        """What the model says by greedy decoding, as long as the longest label at most."""
+        tokens = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=self._answers.shape[1],
+            do_sample=False,
+            num_beams=1,
+        )
+        return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.scoring == "generate":
+            return super().judge(model, batch)
+        likelihoods = self.logits(model, batch)
+        own = likelihoods.gather(1, batch["labels"].unsqueeze(1)).squeeze(1)
+        return likelihoods.argmax(-1), self._losses(own, batch["labels"])
+
+    def features(self, model: nn.Module, batch: Batch) -> Tensor:
+        hidden = self._encoded(model, batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+
+@TASKS.register("seq2seq")
+class Seq2Seq(Task):
+    """Labels are spelled out: `{"entailment": "yes", ...}`, or their names where no text is given.
+
+    `loss` is "mean" or "sum" over the label's tokens, `scoring` "likelihood" or "generate"."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, Prompts],
+        *,
+        loss: str = "mean",
+        scoring: str = "likelihood",
+        max_length: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if len(labels) < 2:
+            raise UsageError("a seq2seq task needs at least two labels with their texts.")
+        if loss not in LOSSES:
+            raise UsageError(unknown("loss", loss, list(LOSSES)))
+        if scoring not in SCORINGS:
+            raise UsageError(unknown("scoring", scoring, list(SCORINGS)))
+        self.labels = dict(labels)
+        self.texts = spelled_labels(labels)
+        self.loss, self.scoring = loss, scoring
+        self.max_length, self.trust_remote_code = max_length, trust_remote_code
+
+    def open(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        head_from: str | os.PathLike[str] | None = None,
+    ) -> Seq2SeqBound:
+        """Load a model; `head_from` changes nothing here, the answers come from the model's own words."""
+        from transformers import AutoModelForSeq2SeqLM
+
+        folder: Path = model_folder(source)
+        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        loaded = load_pretrained(
+            AutoModelForSeq2SeqLM, folder, dtype, device, trust_remote_code=self.trust_remote_code
+        )
+        length = longest(self.max_length, tokenizer, loaded.model.config)
+        bound = Seq2SeqBound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
+        bound.source, bound.notes = folder, loaded.notes
+        return bound
+
+
+def spelled_labels(labels: Mapping[str, Prompts]) -> dict[str, str]:
+    """One text per label, all different."""
+    texts: dict[str, str] = {}
+    for label, text in labels.items():
+        if not isinstance(text, str):
+            raise UsageError(f"the label {label!r} has several texts; an answer needs exactly one.")
+        if text in texts.values():
+            raise UsageError(f"two labels share the text {text!r}; the answers could not be told apart.")
+        texts[label] = text
+    return texts
