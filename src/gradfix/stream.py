@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfix.card import card
 from gradfix.checkpoints.folder import copy_side_files, layout_of, versions, write_index
 from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import (
@@ -123,7 +124,9 @@ def transport_checkpoint(
         report = job.report(out, plan, force)
         roles = inputs or {"base": before, "tuned": after, "target": goal}
         content = job.manifest(report, roles, {**(details or {}), **vocabulary})
-        write_manifest(staging, {"format": 1, "kind": kind, **content}, written)
+        content = {"format": 1, "kind": kind, **content}
+        (staging / "README.md").write_text(card(content), encoding="utf-8")
+        write_manifest(staging, content, written)
     return report
 
 

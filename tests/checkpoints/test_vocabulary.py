@@ -107,7 +107,7 @@ def test_matching_twice_is_matching_once(pair: tuple[Path, Path], tmp_path: Path
     target = open_checkpoint(reorder(save_tiny("llama", tmp_path / "target", seed=2), ORDERS["reordered"]))
     once = match_vocabulary(base, tuned, target)
     assert isinstance(once[0], MatchedRows)
-    assert match_vocabulary(once[0], once[1], target) == (once[0], once[1], {})
+    assert match_vocabulary(once[0], once[1], target) == once
 
 
 def test_without_tokenizers_other_heights_are_an_error(pair: tuple[Path, Path], tmp_path: Path) -> None:

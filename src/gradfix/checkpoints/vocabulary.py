@@ -23,7 +23,7 @@ from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 
 TOKEN_TABLE = re.compile(
     r"(^|\.)(embed_tokens|embed_in|embed_out|wte|word_embeddings|tok_embeddings|tokens_embed|token_embedding|shared"
-    r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)(predictions\.bias|final_logits_bias)$"
+    r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)predictions\.bias$"
 )
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -60,8 +60,14 @@ class RowMatch:
 class MatchedRows(Checkpoint):
     """A checkpoint whose token tables are shown with other rows."""
 
-    def __init__(self, whole: Checkpoint, rows: Mapping[str, Tensor], notes: tuple[str, ...] = ()) -> None:
-        self.whole, self.rows = whole, dict(rows)
+    def __init__(
+        self,
+        whole: Checkpoint,
+        rows: Mapping[str, Tensor],
+        counts: Mapping[str, dict[str, int]] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.whole, self.rows, self.counts = whole, dict(rows), dict(counts or {})
         self.path, self.notes = whole.path, (*whole.notes, *notes)
 
     def names(self) -> list[str]:
@@ -137,8 +143,10 @@ def match_vocabulary(
 
     Without tokenizers on both sides nothing is changed: tables of different heights are then an error of the
     preflight. Calling it twice changes nothing."""
-    tables = [name for name in target.names() if TOKEN_TABLE.search(name) and name in base and name in tuned]
-    if not tables or isinstance(base, MatchedRows):
+    if isinstance(base, MatchedRows):
+        return base, tuned, {"vocabulary": base.counts}
+    tables = _tables(base, tuned, target)
+    if not tables:
         return base, tuned, {}
     same_rows = all(_rows(c, name) == _rows(target, name) for c in (base, tuned) for name in tables)
     if same_rows and _same_tokenizer(base, target) and not _has_other_tokenizer(tuned, target):
@@ -159,13 +167,22 @@ def match_vocabulary(
         f"token rows matched by token: {widest.matched} of {len(widest.base)} found in the base ({widest.moved} at "
         f"another place), {widest.untouched} left untouched"
     )
-    summary = {
+    counts = {
         name: {"matched": m.matched, "moved": m.moved, "untouched": m.untouched}
         for name, m in matches.items()
     }
-    shown_base = MatchedRows(base, {name: match.base for name, match in matches.items()}, (note,))
+    shown_base = MatchedRows(base, {name: match.base for name, match in matches.items()}, counts, (note,))
     shown_tuned = MatchedRows(tuned, {name: match.tuned for name, match in matches.items()})
-    return shown_base, shown_tuned, {"vocabulary": summary}
+    return shown_base, shown_tuned, {"vocabulary": counts}
+
+
+def _tables(base: Checkpoint, tuned: Checkpoint, target: Checkpoint) -> list[str]:
+    """Token tables by name and height: a layer that only sounds like one is not as high as the embedding."""
+    found = [n for n in target.names() if TOKEN_TABLE.search(n) and n in base and n in tuned]
+    for checkpoint in (base, target):
+        height = max((_rows(checkpoint, name) for name in found), default=0)
+        found = [name for name in found if _rows(checkpoint, name) == height]
+    return found
 
 
 def _rows(checkpoint: Checkpoint, name: str) -> int:
