@@ -29,9 +29,10 @@ from gradfix.pieces import recut
 from gradfix.preflight import Plan, plan_transport
 from gradfix.registry import unknown
 from gradfix.stream import LEAST_KEPT, MAX_NORM_RATIO, StreamReport, Zeros, transport_checkpoint
-from gradfix.transported import mask_piece, share
-from gradfix.votes.ballot import Ballot, OpenVotes, open_votes
-from gradfix.votes.tally import SignVotes, dtype_for
+from gradfix.taskvector import TaskVector
+from gradfix.transported import mask_piece, share, transport
+from gradfix.votes.ballot import Ballot, OpenVotes, consensus_of, open_votes
+from gradfix.votes.tally import SignVotes
 
 ORDERS = ("plain", "mask_then_merge", "merge_then_mask")
 Votes = SignVotes | str | os.PathLike[str]
@@ -73,22 +74,13 @@ def merge_checkpoints(
     `order` says where the votes come in: "plain" (nowhere), "mask_then_merge" (each vector by its own) or
     "merge_then_mask" (the merged one by the tasks' consensus). Sources that share one task share its votes:
     give every vector the same. `options` are the method's own. Equals `gradfix.merging` bit for bit."""
-    _check_order(order, vectors)
-    job = _MergeJob(target, vectors, head)
+    plan = _plan(target, vectors, method, order, mask, density, margin, seed, head, options, still=alpha == 0)
+    job, merged = plan.job, plan.merged
     refuse_inside(Path(out), [c.path for c in job.inputs.values() if c.path is not None])
-    if order == "mask_then_merge":
-        job.mask_each(mask, margin, seed)
-    chosen = MERGES[method]
-    weights = None if all(vector.weight == 1 for vector in vectors) else [v.weight for v in vectors]
-    given = method_options(method, density, seed if "seed" in chosen.options else None, options)
-    if alpha:
-        merged = job.merged(chosen, chosen.prepare(job.bundle, weights, given))
-    else:
-        merged = job.merged(chosen, lambda place, pieces: pieces[0])
     after = order == "merge_then_mask"
     about: dict[str, Any] = {
         **(details or {}),
-        "merge": {"method": method, "order": order, "weights": [v.weight for v in vectors], **given},
+        "merge": {"method": method, "order": order, "weights": [v.weight for v in vectors], **plan.options},
     }
 
     def judged(staging: Path) -> None:
@@ -118,6 +110,61 @@ def merge_checkpoints(
         kind="merge",
         progress=progress,
     )
+
+
+def merged_update(
+    *,
+    target: Source | Checkpoint,
+    vectors: Sequence[Vector],
+    method: str = "ties",
+    order: str = "plain",
+    mask: str = "agree",
+    density: Density | None = None,
+    margin: float | None = None,
+    seed: int | None = None,
+    head: str = "error",
+    **options: Any,
+) -> TaskVector:
+    """The update `merge_checkpoints` would add at alpha 1, in memory: one vector's worth, however many go in."""
+    plan = _plan(target, vectors, method, order, mask, density, margin, seed, head, options)
+    update = TaskVector({name: plan.merged.read(name) for name in plan.job.bundle.shapes})
+    if order != "merge_then_mask":
+        return update
+    opened = plan.job.consensus()
+    votes = None if opened is None else SignVotes(opened.source.state(), opened.about.count)
+    return transport(update, votes, mask, margin=margin, generator=seed).update
+
+
+@dataclass(frozen=True)
+class _Plan:
+    job: _MergeJob
+    merged: _Merged
+    options: dict[str, Any]
+
+
+def _plan(
+    target: Source | Checkpoint,
+    vectors: Sequence[Vector],
+    method: str,
+    order: str,
+    mask: str,
+    density: Density | None,
+    margin: float | None,
+    seed: int | None,
+    head: str,
+    options: dict[str, Any],
+    still: bool = False,
+) -> _Plan:
+    """Open and check everything and take the method's statistics (none are needed to stay `still`)."""
+    _check_order(order, vectors)
+    chosen = MERGES[method]
+    job = _MergeJob(target, vectors, head)
+    if order == "mask_then_merge":
+        job.mask_each(mask, margin, seed)
+    weights = None if all(vector.weight == 1 for vector in vectors) else [v.weight for v in vectors]
+    given = method_options(method, density, seed if "seed" in chosen.options else None, options)
+    rule = (lambda place, pieces: pieces[0]) if still else chosen.prepare(job.bundle, weights, given)
+    return _Plan(job, _Merged(job, chosen, rule), given)
 
 
 def _check_order(order: str, vectors: Sequence[Vector]) -> None:
@@ -196,16 +243,13 @@ class _MergeJob:
             own = None if seed is None else mask_seed(seed, number)
             side.ballot = Ballot(side.votes, mask, margin, own, plan, self.target)
 
-    def merged(self, method: Merge, rule: Rule) -> _Merged:
-        return _Merged(self, method, rule)
-
     def consensus(self) -> OpenVotes | None:
         """The tasks' votes as one; a votes object shared by several vectors is one task's."""
         distinct = {_identity(side.votes): side.votes for side in self.sides if side.votes is not None}
         if not distinct:
             return None
         tasks = [open_votes(votes, self.target) for votes in distinct.values()]
-        return tasks[0] if len(tasks) == 1 else _Consensus(tasks).opened()
+        return tasks[0] if len(tasks) == 1 else consensus_of(tasks)
 
     def judge(self, force: bool) -> list[dict[str, Any]]:
         """Refuse what is no fine-tune of its base or what a mask emptied; say what became of each vector."""
@@ -353,44 +397,3 @@ class _Merged(Checkpoint):
 
     def __str__(self) -> str:
         return f"the merge of {len(self.job.sides)} vectors"
-
-
-class _Consensus(Checkpoint):
-    """Per weight the sum of the tasks' signs, read from their votes when asked for."""
-
-    def __init__(self, tasks: Sequence[OpenVotes]) -> None:
-        self.tasks = list(tasks)
-        self.dtype = dtype_for(len(self.tasks))
-        first = self.tasks[0].source
-        for task in self.tasks[1:]:
-            odd = sorted(set(first.names()) ^ set(task.source.names()))
-            if odd:
-                raise IncompatibleCheckpoints(
-                    f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}."
-                )
-            for name in first.names():
-                if first.info(name).shape != task.source.info(name).shape:
-                    raise IncompatibleCheckpoints(f"votes for {name!r} differ in shape between the tasks.")
-        hashes = {task.about.target_hash for task in self.tasks} - {None}
-        if len(hashes) > 1:
-            raise IncompatibleCheckpoints(
-                "the votes were taken at different weights: they have no consensus."
-            )
-        self.target_hash = next(iter(hashes), None)
-
-    def opened(self) -> OpenVotes:
-        probe = self.tasks[0].about.probe
-        return OpenVotes(self, SignVotes({}, len(self.tasks), target_hash=self.target_hash, probe=probe))
-
-    def names(self) -> list[str]:
-        return self.tasks[0].source.names()
-
-    def info(self, name: str) -> TensorInfo:
-        return TensorInfo(self.tasks[0].source.info(name).shape, self.dtype)
-
-    def read(self, name: str) -> Tensor:
-        return torch.cat(list(self.chunks(name))).view(self.info(name).shape)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        for pieces in zip(*(task.source.chunks(name, elements) for task in self.tasks), strict=True):
-            yield torch.stack([piece.sign().to(self.dtype) for piece in pieces]).sum(0, dtype=self.dtype)

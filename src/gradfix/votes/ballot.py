@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.hashes import InputHashes
-from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint, open_checkpoint
-from gradfix.checkpoints.safetensors_file import SafetensorsFile
+from gradfix.checkpoints.open import CHUNK, Checkpoint, SafetensorsCheckpoint, open_checkpoint
+from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.masks import MASKS, Mask
 from gradfix.pieces import recut
 from gradfix.preflight import Plan
 from gradfix.transported import mask_options, random_directions
 from gradfix.votes.identity import check_probe
-from gradfix.votes.tally import SignVotes, votes_metadata
+from gradfix.votes.tally import SignVotes, dtype_for, votes_metadata
 
 
 @dataclass(frozen=True)
@@ -124,3 +124,47 @@ def _renamed_file(file: SafetensorsFile, disk_names: Mapping[str, str], known: s
     return open_checkpoint(
         {disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries}
     )
+
+
+def consensus_of(tasks: Sequence[OpenVotes]) -> OpenVotes:
+    """The streaming twin of `gradfix.consensus`: nothing is read before a mask asks for it."""
+    common = _Consensus(tasks)
+    about = SignVotes({}, len(tasks), target_hash=common.target_hash, probe=tasks[0].about.probe)
+    return OpenVotes(common, about)
+
+
+class _Consensus(Checkpoint):
+    """Per weight the sum of the tasks' signs, read from their votes when asked for."""
+
+    def __init__(self, tasks: Sequence[OpenVotes]) -> None:
+        self.tasks = list(tasks)
+        self.dtype = dtype_for(len(self.tasks))
+        first = self.tasks[0].source
+        for task in self.tasks[1:]:
+            odd = sorted(set(first.names()) ^ set(task.source.names()))
+            if odd:
+                raise IncompatibleCheckpoints(
+                    f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}."
+                )
+            for name in first.names():
+                if first.info(name).shape != task.source.info(name).shape:
+                    raise IncompatibleCheckpoints(f"votes for {name!r} differ in shape between the tasks.")
+        hashes = {task.about.target_hash for task in self.tasks} - {None}
+        if len(hashes) > 1:
+            raise IncompatibleCheckpoints(
+                "the votes were taken at different weights: they have no consensus."
+            )
+        self.target_hash = next(iter(hashes), None)
+
+    def names(self) -> list[str]:
+        return self.tasks[0].source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        return TensorInfo(self.tasks[0].source.info(name).shape, self.dtype)
+
+    def read(self, name: str) -> Tensor:
+        return torch.cat(list(self.chunks(name))).view(self.info(name).shape)
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        for pieces in zip(*(task.source.chunks(name, elements) for task in self.tasks), strict=True):
+            yield torch.stack([piece.sign().to(self.dtype) for piece in pieces]).sum(0, dtype=self.dtype)
