@@ -72,7 +72,7 @@ def _forward(
 def _trace(
     plan: Plan, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
 ) -> tuple[Votes, Tensor]:
-    votes = Votes(plan, tally, batch, count, _device(tally))
+    votes = Votes(plan, tally, count, _device(tally))
     with votes, torch.enable_grad():
         losses = loss(model, batch)
     if votes.position != len(plan.steps):
@@ -124,6 +124,12 @@ def _keys(loss: Loss, batch: Batch) -> list[Any]:
     training = torch.is_autocast_enabled()
     exact = (code, training, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
     return [exact, (code, training, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
+
+
+def left_out_share(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> float:
+    """The share of the weights that the known plan for this kind of batch leaves to the loop."""
+    plan = _known_plan(model, loss, batch)
+    return 0.0 if plan is None else _share(plan.left_out, tally)
 
 
 def _vote_one_by_one(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, names: set[str]) -> None:

@@ -36,10 +36,8 @@ class Product:
     `left` is (samples, tokens, rows), `right` is (samples, tokens, columns)."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.dtype = torch.promote_types(left.dtype, right.dtype) if left.dtype != right.dtype else left.dtype
-        narrow = min((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
-        self.left, self.right = left.to(narrow), right.to(narrow)
-        self.dtype = narrow
+        self.dtype = min((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
+        self.left, self.right = left.to(self.dtype), right.to(self.dtype)
         self.samples, self.device = left.shape[0], left.device
         self.shape = torch.Size((left.shape[2], right.shape[2]))
 

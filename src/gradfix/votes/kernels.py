@@ -1,2 +1,283 @@
-"""stub"""
-def fold_product(left, right, votes): return False
+"""CUDA kernels that count signs while the gradient is still in registers.
+
+One program owns a tile of a weight and walks a group of samples: it builds the tile of one sample's gradient on the
+matrix units, adds its sign to a counter in registers and starts over, so no per-sample gradient is written. Without
+Triton, or for shapes the copy engine does not take, batched products in chunks do the same through memory."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # the CPU builds of torch come without it
+    triton = None
+
+NARROW = (torch.float16, torch.bfloat16, torch.float32)
+WIDEST = 16384  # features one program of token_sums can hold
+CHUNK_BYTES = 24 * 2**20  # a chunk of per-sample gradients stays in the second-level cache
+
+
+def fold_product(left: Tensor, right: Tensor, votes: Tensor) -> bool:
+    """votes += sum_n sign(-left_n^T right_n) on a GPU; False where the caller should do it itself."""
+    if not left.is_cuda:
+        return False
+    if _fits_tiles(left, right):
+        if left.dtype == torch.float32:
+            fold_tiles(_tokens_last(left), _tokens_last(right), votes, TILES_TF32)
+        else:
+            fold_tiles(left.contiguous(), right.contiguous(), votes, TILES_16)
+    else:
+        fold_chunks(left, right, votes)
+    return True
+
+
+def _fits_tiles(left: Tensor, right: Tensor) -> bool:
+    if triton is None or torch.cuda.get_device_capability(left.device)[0] < 9:
+        return False
+    if left.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return False
+    if left.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return False
+    rows, columns, tokens = left.shape[2], right.shape[2], left.shape[1]
+    return rows % 8 == 0 and columns % 8 == 0 and min(rows, columns) >= 64 and tokens >= 8
+
+
+def fold_chunks(left: Tensor, right: Tensor, votes: Tensor) -> None:
+    """Gradients of a few samples at a time through memory: exact float32, and any shape."""
+    samples, rows, columns = left.shape[0], left.shape[2], right.shape[2]
+    step = max(1, CHUNK_BYTES // max(1, rows * columns * left.element_size()))
+    for start in range(0, samples, step):
+        gradients = torch.bmm(left[start : start + step].mT, right[start : start + step])
+        if triton is None:
+            votes.sub_(gradients.sign_().sum(0, dtype=torch.int32).to(votes.dtype))
+        else:
+            grid = (triton.cdiv(rows, 32), triton.cdiv(columns, 128))
+            _subtract_signs[grid](
+                gradients, votes, gradients.shape[0], rows, columns, *votes.stride(), 32, 128, num_warps=8
+            )
+
+
+def sees(tensor: Tensor) -> bool:
+    """Whether the small kernels can take this tensor."""
+    return triton is not None and tensor.is_cuda and tensor.stride(-1) == 1 and tensor.dtype in NARROW
+
+
+def fold_rows(values: Tensor, votes: Tensor) -> None:
+    """votes += sum_n sign(-values_n), in one launch; votes must be contiguous."""
+    width = votes.numel()
+    values = values.reshape(values.shape[0], width).contiguous()
+    _subtract_signs[(1, triton.cdiv(width, 256))](values, votes, values.shape[0], 1, width, width, 1, 1, 256)
+
+
+def token_sums(gradient: Tensor, data: Tensor | None, kind: str, eps: float) -> tuple[Tensor, Tensor]:
+    """Per sample, over its tokens: the sum of gradient * normalised(data), and of gradient alone.
+
+    `kind` is "layer" (mean and variance), "rms" or "plain" (data as it is)."""
+    samples, tokens, width = gradient.shape
+    block = triton.next_power_of_2(width)
+    rows = max(1, min(16, 4096 // block))
+    parts = max(1, min(triton.cdiv(tokens, rows), triton.cdiv(1056, samples)))
+    share = triton.cdiv(triton.cdiv(tokens, rows), parts) * rows
+    out = torch.empty(2, samples, parts, width, dtype=torch.float32, device=gradient.device)
+    data = gradient if data is None else data
+    _token_sums[(samples, parts)](
+        gradient, data, out, tokens, width, share, out.stride(0), eps, *gradient.stride()[:2], *data.stride()[:2],
+        KIND={"plain": 0, "rms": 1, "layer": 2}[kind], ROWS=rows, BLOCK=block, num_warps=8,
+    )  # fmt: skip
+    products, sums = out.sum(2) if parts > 1 else out[:, :, 0]
+    return products, sums
+
+
+# Tile rows, columns, tokens a step, warps, stages.
+TILES_16 = (128, 256, 64, 8, 3)
+TILES_TF32 = (128, 128, 32, 8, 3)
+
+
+def fold_tiles(
+    left: Tensor, right: Tensor, votes: Tensor, tiles: tuple[int, int, int, int, int], per_sm: int = 1
+) -> None:
+    """The fused product: 16-bit operands as (samples, tokens, features), 32-bit ones with the tokens last."""
+    tokens_last = left.dtype == torch.float32
+    samples = left.shape[0]
+    features = 1 if tokens_last else 2
+    rows, columns, tokens = left.shape[features], right.shape[features], left.shape[3 - features]
+    block_m, block_n, block_k, warps, stages = tiles
+    grid_m, grid_n = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
+    groups = _groups(samples, grid_m * grid_n, _processors(left.device) * per_sm)
+    share = triton.cdiv(samples, groups)
+    counts = torch.empty(groups, rows, columns, dtype=torch.int8, device=left.device)
+    blocks = [[1, side, block_k] if tokens_last else [1, block_k, side] for side in (block_m, block_n)]
+    operands = [
+        TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t, block in zip((left, right), blocks)
+    ]
+    _count_signs[(grid_m * grid_n, groups)](
+        *operands, counts, samples, share, rows, columns, triton.cdiv(tokens, block_k),
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOKENS_LAST=tokens_last,
+        SATURATE=left.is_cuda, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    grid = (triton.cdiv(rows, 32), triton.cdiv(columns, 128))
+    _subtract_counts[grid](counts, votes, groups, rows, columns, *votes.stride(), 32, 128, num_warps=4)
+
+
+def _groups(samples: int, tiles: int, slots: int) -> int:
+    """Into how many groups to cut the samples, so that the last wave of programs is not nearly empty.
+
+    A group counts in eight bits, hence at most 127 samples."""
+    fewest = -(-samples // 127)
+
+    def cost(groups: int) -> float:
+        waves, share = -(-tiles * groups // slots), -(-samples // groups)
+        return waves * (share + 1.5)
+
+    return min(range(fewest, max(fewest, samples // 4) + 1), key=cost)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _tokens_last(tensor: Tensor) -> Tensor:
+    """(samples, features, tokens): 32-bit matrix units read both operands along the summed dimension."""
+    samples, tokens, width = tensor.shape
+    padded = -(-tokens // 4) * 4  # the copy engine wants strides of 16 bytes
+    out = torch.empty(samples, width, padded, dtype=tensor.dtype, device=tensor.device)
+    grid = (triton.cdiv(padded, 64), triton.cdiv(width, 64), samples)
+    _transpose[grid](tensor, out, tokens, padded, width, *tensor.stride(), 64, 64, num_warps=4)
+    return out
+
+
+if triton is not None:
+
+    @triton.jit
+    def _half_sign(x, SATURATE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """0, 0.5 or 1 for a negative, zero or positive number: one saturating multiply-add."""
+        if SATURATE:
+            result = tl.inline_asm_elementwise(
+                "fma.rn.ftz.sat.f32 $0, $1, 0f7F000000, 0f3F000000;",
+                "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            result = tl.where(x > 0, 1.0, tl.where(x < 0, 0.0, 0.5))
+        return result
+
+    @triton.jit
+    def _count_signs(  # type: ignore[no-untyped-def]
+        left, right, counts, samples, share, rows, columns, steps,
+        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS_LAST: tl.constexpr,
+        SATURATE: tl.constexpr,
+    ):  # fmt: skip
+        """counts[group, tile] = sum over the group's samples of sign(left_n^T right_n)."""
+        tile, group = tl.program_id(0), tl.program_id(1)
+        tiles_n = tl.cdiv(columns, BLOCK_N)
+        row, column = tile // tiles_n * BLOCK_M, tile % tiles_n * BLOCK_N
+        first = group * share
+        last = tl.minimum(first + share, samples)
+        # Two neighbours share one float: the even one counts units, the odd one units of 4096.
+        pairs = tl.zeros((BLOCK_M, BLOCK_N // 2), dtype=tl.float32)
+        for sample in tl.range(first, last, flatten=True):
+            gradient = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for step in tl.range(0, steps):
+                if TOKENS_LAST:
+                    a = left.load([sample, row, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+                    b = right.load([sample, column, step * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+                    gradient = tl.dot(a, b.T, gradient)
+                else:
+                    a = left.load([sample, step * BLOCK_K, row]).reshape(BLOCK_K, BLOCK_M)
+                    b = right.load([sample, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
+                    gradient = tl.dot(a.T, b, gradient)
+            even, odd = tl.split(tl.reshape(gradient, (BLOCK_M, BLOCK_N // 2, 2)))
+            pairs += _half_sign(even, SATURATE)
+            pairs += _half_sign(odd, SATURATE) * 4096
+        doubled = (pairs * 2).to(tl.int32)
+        seen = last - first
+        even_count = (doubled & 4095) - seen
+        odd_count = (doubled >> 12) - seen
+        both = tl.reshape(tl.join(even_count, odd_count), (BLOCK_M, BLOCK_N)).to(tl.int8)
+        m = row + tl.arange(0, BLOCK_M)
+        n = column + tl.arange(0, BLOCK_N)
+        place = counts + group.to(tl.int64) * rows * columns + m[:, None] * columns + n[None, :]
+        tl.store(place, both, mask=(m[:, None] < rows) & (n[None, :] < columns))
+
+    @triton.jit
+    def _subtract_counts(  # type: ignore[no-untyped-def]
+        counts, votes, groups, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    ):
+        """votes -= sum over groups of counts."""
+        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        inside = (m < rows) & (n < columns)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+        place = counts + m * columns + n
+        for _ in range(groups):
+            total += tl.load(place, mask=inside, other=0).to(tl.int32)
+            place += rows * columns
+        target = votes + m.to(tl.int64) * stride_m + n * stride_n
+        kept = tl.load(target, mask=inside, other=0)
+        tl.store(target, kept - total.to(kept.dtype), mask=inside)
+
+    @triton.jit
+    def _subtract_signs(  # type: ignore[no-untyped-def]
+        gradients, votes, samples, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    ):
+        """votes -= sum_n sign(gradients_n)."""
+        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        inside = (m < rows) & (n < columns)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+        place = gradients + m.to(tl.int64) * columns + n
+        for _ in range(samples):
+            g = tl.load(place, mask=inside, other=0)
+            total += (g > 0).to(tl.int32) - (g < 0).to(tl.int32)
+            place += rows * columns
+        target = votes + m.to(tl.int64) * stride_m + n * stride_n
+        kept = tl.load(target, mask=inside, other=0)
+        tl.store(target, kept - total.to(kept.dtype), mask=inside)
+
+    @triton.jit
+    def _token_sums(  # type: ignore[no-untyped-def]
+        gradient, data, out, tokens, width, share, plane, eps, stride_gs, stride_gt, stride_ds, stride_dt,
+        KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """out[0] = sum over a share of one sample's tokens of gradient * normalised(data), out[1] = of gradient."""
+        sample, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        column = tl.arange(0, BLOCK)[None, :]
+        products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        end = tl.minimum((part + 1) * share, tokens)
+        for start in range(part * share, end, ROWS):
+            token = start + tl.arange(0, ROWS)[:, None]
+            inside = (token < end) & (column < width)
+            g = tl.load(gradient + sample * stride_gs + token * stride_gt + column, mask=inside, other=0)
+            x = tl.load(data + sample * stride_ds + token * stride_dt + column, mask=inside, other=0)
+            g, x = g.to(tl.float32), x.to(tl.float32)
+            if KIND == 2:
+                x = tl.where(inside, x - tl.sum(x, 1)[:, None] / width, 0.0)
+            if KIND > 0:
+                x = x * tl.rsqrt(tl.sum(x * x, 1)[:, None] / width + eps)
+            products += g * x
+            sums += g
+        place = out + (sample * tl.num_programs(1) + part) * width + tl.arange(0, BLOCK)
+        mask = tl.arange(0, BLOCK) < width
+        tl.store(place, tl.sum(products, 0), mask=mask)
+        tl.store(place + plane, tl.sum(sums, 0), mask=mask)
+
+    @triton.jit
+    def _transpose(  # type: ignore[no-untyped-def]
+        source, target, tokens, padded, width, stride_s, stride_t, stride_w, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr
+    ):  # fmt: skip
+        """(samples, tokens, features) to (samples, features, tokens), tokens padded with zeros."""
+        sample = tl.program_id(2).to(tl.int64)
+        t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+        w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+        mask = (t[:, None] < tokens) & (w[None, :] < width)
+        place = source + sample * stride_s + t[:, None] * stride_t + w[None, :] * stride_w
+        block = tl.load(place, mask=mask, other=0)
+        goal = target + sample * width * padded + w[:, None] * padded + t[None, :]
+        tl.store(goal, tl.trans(block), mask=(w[:, None] < width) & (t[None, :] < padded))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from gradfix.votes.layout import Layout, candidates, explain
 from gradfix.votes.replay import LOCAL, REPEAT, Local, out_of_place
 from gradfix.votes.rules import Call, Rule, Samples, rule_for
 
-Key = tuple[Callable[..., Any], tuple[str, ...]]
+Key = tuple[Callable[..., Any], tuple[tuple[str, ...], ...]]
 
 
 class PlanMismatch(Exception):
@@ -46,6 +46,7 @@ class Step:
     rule: Rule | None = None
     layout: Layout | None = None
     roots: frozenset[str] = frozenset()
+    on_samples: bool = True
 
 
 @dataclass
@@ -70,13 +71,13 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> P
     for operation in operations:
         live = [w for w in operation.weights if w[2] is None or steps[w[2]].role == "derive"]
         roots = frozenset().union(*(names for _, names, _ in live))
-        step = Step(operation.key, "pass", roots=roots)
+        step = Step(operation.key, "pass", roots=roots, on_samples=operation.on_samples)
         if live:
             found = _voting_step(operation, {id(tensor) for tensor, _, _ in live}, roots, samples)
             if found is not None:
                 step = found
             elif not operation.on_samples:
-                step = Step(operation.key, "derive", roots=roots)
+                step = Step(operation.key, "derive", roots=roots, on_samples=False)
             else:
                 left_out |= roots
         steps.append(step)
@@ -91,7 +92,7 @@ def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:
             return steps
         for step in shared:
             left_out |= step.roots
-        steps = [Step(s.key, "pass", roots=s.roots) if s in shared else s for s in steps]
+        steps = [replace(s, role="pass") if s in shared else s for s in steps]
 
 
 def _voting_step(
@@ -110,7 +111,7 @@ def _voting_step(
             continue
         if isinstance(rule, Local) and not rule.agrees(call, output, Samples(samples, layout)):
             continue
-        return Step(operation.key, "vote", rule, layout, roots)
+        return Step(operation.key, "vote", rule, layout, roots, operation.on_samples)
     return None
 
 

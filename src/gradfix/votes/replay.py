@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradfix.votes.forms import Dense, Form, OneByOne
 from gradfix.votes.layout import Layout
-from gradfix.votes.rules import Call, IsWeight, Rule, Samples, register
+from gradfix.votes.rules import Call, IsWeight, Rule, Samples, fused_sums, register
 
 _IN_PLACE = {
     Tensor.add_: torch.add,
@@ -26,6 +26,7 @@ _IN_PLACE = {
     Tensor.div_: torch.div,
     Tensor.__itruediv__: torch.div,
 }
+_PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _NAMES = "add sub mul div true_divide maximum minimum pow where lerp addcmul"
 _DUNDERS = "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__"
 
@@ -76,6 +77,9 @@ class Broadcast(_Replayed):
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
         layout, ndim = samples.layout, gradient.ndim
+        scaled = self._scaled(call, gradient, samples)
+        if scaled is not None:
+            return scaled
         leaves = {}
         for role, weight in call.weights.items():
             shape = list(_aligned(weight, ndim).shape)
@@ -88,6 +92,16 @@ class Broadcast(_Replayed):
             role: Dense(samples.split(g).sum(layout.dim + 1).reshape(samples.count, *call.weights[role].shape))
             for role, g in zip(leaves, found)
         }
+
+    def _scaled(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
+        """x * w along the last dimension: the root-mean-square norms of most language models."""
+        (role, weight), *more = call.weights.items()
+        data = [t for t in call.inputs.values() if t.shape == gradient.shape]
+        plain = call.options["function"] in _PRODUCTS and weight.shape == gradient.shape[-1:]
+        if more or len(data) != 1 or not plain or samples.layout.dim == gradient.ndim - 1:
+            return None
+        found = fused_sums(gradient, data[0], samples, "plain")
+        return None if found is None else {role: found["weight"]}
 
 
 def _aligned(weight: Tensor, ndim: int) -> Tensor:

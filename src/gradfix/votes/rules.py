@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradfix.registry import Registry
+from gradfix.votes import kernels
 from gradfix.votes.forms import Dense, Form, OneByOne, Product, Rows
 from gradfix.votes.layout import Layout
 
+_USUAL = Layout(0, 1)
 IsWeight = Callable[[Tensor], bool]
 
 
@@ -46,6 +48,8 @@ class Samples:
 
     def tokens(self, tensor: Tensor, features: int = 1) -> Tensor:
         """(samples, tokens, features), where the last `features` dimensions are the features."""
+        if features == 1 and tensor.ndim == 3 and self.layout == _USUAL:
+            return tensor
         shape = tensor.shape[tensor.ndim - features :]
         return self.split(tensor).reshape(self.count, -1, shape.numel())
 
@@ -100,6 +104,17 @@ def _weights(is_weight: IsWeight, **roles: Any) -> dict[str, Tensor]:
 
 def _token_sums(tokens: Tensor, weight: Tensor) -> Dense:
     return Dense(tokens.sum(1).reshape(-1, *weight.shape))
+
+
+def fused_sums(
+    gradient: Tensor, data: Tensor, samples: Samples, kind: str, eps: float = 0.0
+) -> dict[str, Form] | None:
+    """Per-sample gradients of a weight and a bias along the last dimension, in one pass; None without a kernel."""
+    output, tokens = samples.tokens(gradient), samples.tokens(data)
+    if not (kernels.sees(output) and kernels.sees(tokens)) or output.shape[2] > kernels.WIDEST:
+        return None
+    products, sums = kernels.token_sums(output, tokens, kind, eps)
+    return {"weight": Dense(products), "bias": Dense(sums)}
 
 
 @register("linear")
@@ -291,10 +306,17 @@ class _Norm(Rule):
     def normalised(self, call: Call) -> Tensor:
         raise NotImplementedError
 
+    def fused(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
+        """Both sums in one pass over the activations, where there is a kernel for it."""
+        return None
+
     def sums(self, values: Tensor, weight: Tensor, samples: Samples) -> Dense:
         return _token_sums(samples.tokens(values, weight.ndim), weight)
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
+        fused = self.fused(call, gradient, samples)
+        if fused is not None:
+            return {role: fused[role] for role in call.weights}
         forms: dict[str, Form] = {}
         if "weight" in call.weights:
             forms["weight"] = self.sums(gradient * self.normalised(call), call.weights["weight"], samples)
@@ -307,9 +329,17 @@ class _Norm(Rule):
 class LayerNorm(_Norm):
     functions = (F.layer_norm, torch.layer_norm)
     names = "input normalized_shape weight bias eps"
+    kind = "layer"
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return layout.dim < len(output) - len(call.options["normalized_shape"])
+
+    def fused(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
+        eps = call.options.get("eps", 1e-5)
+        data = call.inputs.get("input")
+        if data is None or eps is None or len(call.options["normalized_shape"]) != 1:
+            return None
+        return fused_sums(gradient, data, samples, self.kind, eps)
 
     def normalised(self, call: Call) -> Tensor:
         eps = call.options.get("eps", 1e-5)
@@ -320,6 +350,7 @@ class LayerNorm(_Norm):
 class RMSNorm(LayerNorm):
     functions = (F.rms_norm, torch.rms_norm)
     names = "input normalized_shape weight eps"
+    kind = "rms"
 
     def normalised(self, call: Call) -> Tensor:
         return F.rms_norm(

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from gradfix.votes import kernels
 from gradfix.votes.forms import Dense, Form, combine, densify
 from gradfix.votes.layout import support
 from gradfix.votes.plan import Key, Operation, Plan, PlanMismatch, Step, read_call
@@ -58,7 +60,7 @@ class Tracked:
     """A tensor made of weights alone. `votes` is the part of the tally with the same entries, if there is one."""
 
     tensor: Tensor
-    roots: frozenset[str]
+    roots: tuple[str, ...]
     made_by: int | None = None
     live: bool = True
     votes: Tensor | None = None
@@ -67,67 +69,60 @@ class Tracked:
 class Watch(TorchFunctionMode):
     """Follow weights through torch calls; subclasses say what to do with a call that takes one."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], batch: Any, device: torch.device) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
         super().__init__()
-        self.tracked = {id(p): Tracked(p, frozenset((name,))) for name, p in parameters.items()}
-        self.batch = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        self.sample_ids = {id(leaf) for leaf in self.batch}
+        self.tracked = {id(p): Tracked(p, (name,)) for name, p in parameters.items()}
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
-        on_samples = any(self.depends_on_samples(t) for t in tensors)
-        weights = [t for t in tensors if id(t) in self.tracked]
-        if not weights or not torch.is_grad_enabled():
-            output = func(*args, **kwargs)
-        elif on_samples and _is_composite(func):
-            with self:
-                return _inside(func)(*args, **kwargs)
-        else:
-            output = self.on_weights(func, args, kwargs, weights, on_samples)
-        if on_samples:
-            for tensor in _tensors(output):
-                if id(tensor) not in self.tracked:
-                    tensor.__dict__["_gradfix_sample"] = self.anchor
-        return output
+    def weights_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
+        return [self.tracked[id(t)] for t in _tensors((args, kwargs)) if id(t) in self.tracked]
 
-    def depends_on_samples(self, tensor: Tensor) -> bool:
-        return id(tensor) in self.sample_ids or tensor.__dict__.get("_gradfix_sample") is self.anchor
-
-    def on_weights(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor], on_samples: bool
-    ) -> Any:
-        raise NotImplementedError
-
-    def key(self, func: Any, weights: list[Tensor]) -> Key:
-        return func, tuple(sorted(set().union(*(self.tracked[id(w)].roots for w in weights))))
-
-    def track(self, output: Any, key: Key, step: int | None, live: bool) -> None:
+    def track(self, output: Any, weights: list[Tracked], step: int | None, live: bool) -> None:
+        roots = tuple(dict.fromkeys(name for weight in weights for name in weight.roots))
         for tensor in _tensors(output):
             if tensor.requires_grad and id(tensor) not in self.tracked:
-                self.tracked[id(tensor)] = Tracked(tensor, frozenset(key[1]), step, live)
+                self.tracked[id(tensor)] = Tracked(tensor, roots, step, live)
 
 
 class Probe(Watch):
     """Record every operation on a weight, and which entries of its output each probed sample reaches."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], batch: Any, device: torch.device) -> None:
-        super().__init__(parameters, batch, device)
+        super().__init__(parameters, device)
+        self.batch = {id(leaf): leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)}
         self.operations: list[Operation] = []
         self.sample: int | None = None
 
-    def on_weights(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor], on_samples: bool
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weights = self.weights_in(args, kwargs)
+        on_samples = any(self._depends_on_samples(t) for t in _tensors((args, kwargs)))
+        if not weights or not torch.is_grad_enabled():
+            output = func(*args, **kwargs)
+        elif on_samples and _is_composite(func):
+            with self:
+                return _inside(func)(*args, **kwargs)
+        else:
+            output = self._record(func, args, kwargs, weights, on_samples)
+        if on_samples:
+            for tensor in _tensors(output):
+                if id(tensor) not in self.tracked:
+                    tensor.__dict__["_gradfix_sample"] = self.anchor
+        return output
+
+    def _depends_on_samples(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.batch or tensor.__dict__.get("_gradfix_sample") is self.anchor
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], on_samples: bool
     ) -> Any:
         output = func(*args, **kwargs)
         if not any(tensor.requires_grad for tensor in _tensors(output)):
             return output
-        tracked = [self.tracked[id(w)] for w in weights]
-        inputs = [(t.tensor, t.roots, t.made_by) for t in tracked]
-        operation = Operation(self.key(func, weights), args, kwargs, inputs, on_samples)
+        inputs = [(t.tensor, frozenset(t.roots), t.made_by) for t in weights]
+        operation = Operation(_key(func, weights), args, kwargs, inputs, on_samples)
         if isinstance(output, Tensor) and not (overwrites(func) and output._is_view()):
 
             def receive(_: Sequence[Tensor], gradient: Tensor) -> None:
@@ -137,7 +132,7 @@ class Probe(Watch):
             output = Tap.apply(output, self.anchor, receive, _may_overwrite(func, output))
             operation.output, operation.node = output.detach(), output.grad_fn
         if not on_samples:
-            self.track(output, operation.key, len(self.operations), True)
+            self.track(output, weights, len(self.operations), True)
         self.operations.append(operation)
         return output
 
@@ -145,32 +140,50 @@ class Probe(Watch):
 class Votes(Watch):
     """Run a plan: every use of a weight is tapped, and its votes are folded during the backward pass."""
 
-    def __init__(self, plan: Plan, tally: Tally, batch: Any, samples: int, device: torch.device) -> None:
-        super().__init__(tally.parameters, batch, device)
+    def __init__(self, plan: Plan, tally: Tally, samples: int, device: torch.device) -> None:
+        super().__init__(tally.parameters, device)
         self.plan, self.tally, self.samples = plan, tally, samples
         self.position, self.replaying = 0, False
         self.uses = plan.uses()
         self.waiting: dict[str, list[tuple[Form, Tensor]]] = {name: [] for name in self.uses}
-        for name in tally.parameters:
-            self.tracked[id(tally.parameters[name])].votes = tally[name]
+        self.small: list[tuple[Dense, Tensor]] = []
+        for name, parameter in tally.parameters.items():
+            self.tracked[id(parameter)].votes = tally[name]
 
-    def on_weights(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor], on_samples: bool
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        key = self.key(func, weights)
+        # Called for every torch function of the forward pass, so the way out for the many without a weight is short.
+        kwargs = {} if kwargs is None else kwargs
+        if not self._holds_weight(args) and not (kwargs and self._holds_weight(kwargs.values())):
+            return func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        weights = self.weights_in(args, kwargs)
+        key = _key(func, weights)
         step = self._next(key)
-        if step is None or step.role == "pass":
+        if step is None and _is_composite(func):
+            with self:
+                return _inside(func)(*args, **kwargs)
+        if step is None or step.role != "vote":
             output = func(*args, **kwargs)
             if step is None and any(tensor.requires_grad for tensor in _tensors(output)):
                 raise PlanMismatch(f"{getattr(func, '__name__', func)} on {key[1]}")
-        elif step.role == "derive":
-            output = func(*args, **kwargs)
         else:
             output = self._tapped(step, func, args, kwargs)
-        if step is not None and not on_samples:
-            self.track(output, key, None, step.role == "derive")
+        if step is not None and not step.on_samples:
+            self.track(output, weights, None, step.role == "derive")
             self._follow_views(func, args, kwargs, weights, output)
         return output
+
+    def _holds_weight(self, values: Iterable[Any]) -> bool:
+        tracked = self.tracked
+        for value in values:
+            if id(value) in tracked:
+                return True
+            if value.__class__ in (list, tuple) and self._holds_weight(value):
+                return True
+        return False
 
     def _next(self, key: Key) -> Step | None:
         if self.replaying:
@@ -186,7 +199,7 @@ class Votes(Watch):
         if call is None:
             raise PlanMismatch(str(step.key))
         inputs = {role: _kept(tensor, func) for role, tensor in call.inputs.items()}
-        output = func(*_detached(args, self._is_live), **_detached(kwargs, self._is_live))
+        output = func(*self._detached(args), **(self._detached(kwargs) if kwargs else kwargs))
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         receive = self._receiver(step.rule, call, list(inputs), Samples(self.samples, step.layout))
@@ -201,15 +214,23 @@ class Votes(Watch):
 
         return receive
 
+    def _detached(self, value: Any) -> Any:
+        if value.__class__ in (tuple, list):
+            return value.__class__([self._detached(item) for item in value])
+        if value.__class__ is dict:
+            return {name: self._detached(item) for name, item in value.items()}
+        found = self.tracked.get(id(value))
+        return value if found is None or not found.live else value.detach()
+
     def _is_live(self, tensor: Tensor) -> bool:
         found = self.tracked.get(id(tensor))
         return found is not None and found.live
 
     def _follow_views(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor], output: Any
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], output: Any
     ) -> None:
         """Where a derived weight is a view or a cast of another, its votes are the same view of the tally."""
-        source = self.tracked[id(weights[0])]
+        source = weights[0]
         if source.votes is None or len(weights) > 1:
             return
         outputs = list(_tensors(output))
@@ -225,9 +246,9 @@ class Votes(Watch):
 
     def _deliver(self, weight: Tracked, form: Form) -> None:
         if weight.votes is not None:
-            self._add(next(iter(weight.roots)), form, weight.votes)
+            self._add(weight.roots[0], form, weight.votes)
             return
-        roots = sorted(weight.roots)
+        roots = weight.roots
         found = torch.autograd.grad(
             weight.tensor,
             [self.tally.parameters[name] for name in roots],
@@ -244,7 +265,7 @@ class Votes(Watch):
 
     def _add(self, name: str, form: Form, votes: Tensor) -> None:
         if self.uses[name] == 1:
-            form.fold(votes)
+            self._fold(form, votes)
             return
         self.waiting[name].append((form, votes))
         if len(self.waiting[name]) == self.uses[name]:
@@ -262,18 +283,30 @@ class Votes(Watch):
             first = group[0][1]
             if all(_geometry(votes) == _geometry(first) for _, votes in group):
                 parts = [(form, lambda out: out) for form, _ in group]
-                combine(parts, first.shape).fold(first)
+                self._fold(combine(parts, first.shape), first)
             else:
                 whole = self.tally[name]
                 parts = [(form, functools.partial(_region, like=votes)) for form, votes in group]
-                combine(parts, whole.shape).fold(whole)
+                self._fold(combine(parts, whole.shape), whole)
+
+    def _fold(self, form: Form, votes: Tensor) -> None:
+        if isinstance(form, Dense) and kernels.sees(form.values) and votes.is_contiguous():
+            self.small.append((form, votes))
+        else:
+            form.fold(votes)
 
     def finish(self) -> None:
-        """Fold weights of which some use reached no loss."""
+        """Fold weights of which some use reached no loss, and all the small ones at once."""
         with torch.no_grad():
             for name, uses in self.waiting.items():
                 if uses:
                     self._settle(name)
+            if self.small:
+                kernels.fold_rows([form.values for form, _ in self.small], [votes for _, votes in self.small])
+
+
+def _key(func: Any, weights: list[Tracked]) -> Key:
+    return func, tuple(weight.roots for weight in weights)
 
 
 def leaks(losses: Tensor, parameters: dict[str, nn.Parameter]) -> tuple[set[str], bool]:
@@ -282,10 +315,12 @@ def leaks(losses: Tensor, parameters: dict[str, nn.Parameter]) -> tuple[set[str]
     found: set[str] = set()
     hidden = False
     for node in _nodes(losses):
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in names:
-            found.add(names[id(variable)])
-        hidden = hidden or "CheckpointFunctionBackward" in node.name()
+        if not node.next_functions:
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                found.add(names[id(variable)])
+        elif isinstance(node, BackwardCFunction):
+            hidden = hidden or "CheckpointFunctionBackward" in node.name()
     return found, hidden
 
 
@@ -329,16 +364,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _tensors(item)
-
-
-def _detached(value: Any, is_live: Callable[[Tensor], bool]) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach() if is_live(value) else value
-    if isinstance(value, dict):
-        return {name: _detached(item, is_live) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_detached(item, is_live) for item in value)
-    return value
 
 
 def _swapped(value: Any, source: Tracked) -> Any:

@@ -1,0 +1,231 @@
+"""The batched engine against the loop, in float64, sign for sign."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
+
+from gradfix import ENGINES, collect_votes
+from gradfix.votes.loop import take
+
+Batch = dict[str, Tensor]
+
+
+def votes_of(model: nn.Module, loss: Any, batches: list[Any], engine: str = "batched") -> dict[str, Tensor]:
+    return dict(collect_votes(model, loss, batches, engine=engine))
+
+
+def assert_same_votes(model: nn.Module, loss: Any, batch: Any, engine: str = "batched") -> None:
+    expected, found = votes_of(model, loss, [batch], "loop"), votes_of(model, loss, [batch], engine)
+    for name, tensor in expected.items():
+        wrong = meaningful(name, found[name]) != meaningful(name, tensor)
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} votes differ"
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"loop"}))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_matches_the_loop(family: str, engine: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no vote rule covers")
+        warnings.filterwarnings("ignore", message=".*abstained")
+        assert_same_votes(*make_case(family), engine)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mixtral"}))
+def test_every_weight_of_a_known_family_has_a_rule(family: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no vote rule covers")
+        votes_of(*make_case(family)[:2], [make_case(family)[2]])
+
+
+@pytest.mark.parametrize("family", ["vit", "gpt2", "open_clip"])
+def test_batch_size_changes_nothing(family: str) -> None:
+    model, loss, batch = make_case(family)
+    whole = votes_of(model, loss, [batch])
+    parts = votes_of(model, loss, [take(batch, slice(0, 2)), take(batch, slice(2, 4)), take(batch, slice(4, 5))])
+    assert all(torch.equal(meaningful(name, parts[name]), meaningful(name, whole[name])) for name in whole)
+
+
+def test_lengths_may_change_from_batch_to_batch() -> None:
+    model, loss, batch = make_case("gpt2")
+    shorter = {name: value[:, :6] for name, value in batch.items()}
+    expected = votes_of(model, loss, [batch, shorter, batch], "loop")
+    found = votes_of(model, loss, [batch, shorter, batch])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_float32_signs_differ_in_at_most_one_of_a_thousand() -> None:
+    model, loss, batch = make_case("llama")
+    model = model.float()
+    loop, batched = votes_of(model, loss, [batch], "loop"), votes_of(model, loss, [batch])
+    wrong = sum(int((loop[name].sign() != batched[name].sign()).sum()) for name in loop)
+    assert wrong <= 1e-3 * sum(tensor.numel() for tensor in loop.values())
+
+
+def test_nothing_is_left_behind() -> None:
+    model, loss, batch = make_case("vit")
+    model.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    gradient = torch.ones_like(model.classifier.weight)
+    model.classifier.weight.grad = gradient
+    attributes = {name: set(vars(value)) for name, value in [*model.named_buffers(), *batch.items()]}
+    votes_of(model, loss, [batch])
+    assert model.training
+    assert model.classifier.weight.grad is gradient
+    assert all(p.grad is None for p in model.parameters() if p is not model.classifier.weight)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert attributes == {name: set(vars(v)) for name, v in [*model.named_buffers(), *batch.items()]}
+    assert not any(m._forward_hooks or m._backward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class TokensFirst(nn.Module):
+    """Attention in the (tokens, samples, features) layout, with as many tokens as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 16)
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.cross = nn.MultiheadAttention(16, 2, kdim=16, vdim=16)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).transpose(0, 1)
+        x = x + self.attention(x, x, x)[0]
+        x = x + self.cross(x, x.tanh(), x.sin())[0]
+        return self.head(x[0])
+
+
+def test_samples_may_lie_in_any_dimension() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(SAMPLES, SAMPLES, 3).double(), "y": torch.arange(SAMPLES) % 2}
+    assert_same_votes(TokensFirst().double(), image_loss, batch)
+
+
+class Odd(nn.Module):
+    """Weights used in unusual ways: derived, shared, transposed, sliced, picked, and by an unseen function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.scale = nn.Parameter(torch.randn(6))
+        self.table = nn.Parameter(torch.randn(4, 6))
+        self.token = nn.Parameter(torch.randn(1, 1, 6))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.bilinear = nn.Bilinear(6, 6, 6)
+        self.unseen = nn.Parameter(torch.randn(6))
+        self.unused = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        x = x @ self.weight.t() + F.linear(x, self.weight[:, :3] @ self.weight[:3])
+        x = x * (1 + self.scale.float().double().exp()) + self.table[torch.tensor([0, 2, 1])].mean(0)
+        x = torch.einsum("bnd,de->bne", x.tanh(), self.weight)
+        x = self.bilinear(self.normed(x), x.contiguous())
+        x *= self.scale
+        x += self.table[:1]
+        return Unseen.apply(x, self.unseen).mean(1)
+
+
+class Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum((0, 1))
+
+
+def test_unusual_uses_vote_the_same_and_the_unseen_one_is_named() -> None:
+    torch.manual_seed(0)
+    model = Odd().double()
+    batch = {"x": torch.randn(SAMPLES, 4, 6).double(), "y": torch.arange(SAMPLES) % 2}
+    with pytest.warns(UserWarning, match="no vote rule covers 1 tensors, first 'unseen'"):
+        assert_same_votes(model, image_loss, batch)
+
+
+def test_samples_that_share_statistics_fall_back_to_the_loop() -> None:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.head(x - (x.mean(0) if len(x) > 1 else 0)) if len(x) > 1 else self.head(x)
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(SAMPLES, 4).double(), "y": torch.arange(SAMPLES) % 2}
+    with pytest.warns(UserWarning, match="no vote rule covers"):
+        assert_same_votes(Centered().double(), image_loss, batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.LayerNorm(6))
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = checkpoint(self.inner, x, use_reentrant=reentrant)
+            return self.head(x.mean(1))
+
+    torch.manual_seed(0)
+    x = torch.randn(SAMPLES, 4, 6).double().requires_grad_(reentrant)
+    assert_same_votes(Checkpointed().double(), image_loss, {"x": x, "y": torch.arange(SAMPLES) % 2})
+
+
+def test_mixed_precision_runs_and_agrees() -> None:
+    model, loss, batch = make_case("llama")
+    model = model.float()
+
+    def mixed(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch).float()
+
+    loop, batched = votes_of(model, mixed, [batch], "loop"), votes_of(model, mixed, [batch])
+    wrong = sum(int((loop[name].sign() != batched[name].sign()).sum()) for name in loop)
+    assert wrong <= 0.05 * sum(tensor.numel() for tensor in loop.values())
+
+
+def test_auto_says_what_it_chose() -> None:
+    model, loss, batch = make_case("vit")
+    notes = collect_votes(model, loss, [batch], engine="auto").notes
+    assert any(note.startswith("engine batched: agrees with the loop") for note in notes)
+    model, loss, batch = make_case("mixtral")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        notes = collect_votes(model, loss, [batch], engine="auto").notes
+    assert any(note.startswith("engine loop: most weights") for note in notes)
+
+
+def test_auto_refuses_an_engine_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradfix.votes import forms
+
+    fold = forms.Dense.fold
+    monkeypatch.setattr(forms.Dense, "fold", lambda self, votes: fold(self, votes.neg_()))
+    model, loss, batch = make_case("vit")
+    right = votes_of(model, loss, [batch], "loop")
+    found = collect_votes(model, loss, [batch], engine="auto")
+    assert any(note.startswith("engine loop: batched disagrees") for note in found.notes)
+    assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_language_losses_with_padding() -> None:
+    model, _, _ = make_case("llama_tied")
+    batch = tokens()
+    assert_same_votes(model, language_loss, batch)
