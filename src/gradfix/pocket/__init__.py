@@ -91,7 +91,8 @@ def model(state: Mapping[str, Tensor]) -> ViTForImageClassification:
 def images(split: str, task: str | None = None) -> tuple[Tensor, Tensor]:
     """Model-ready pixels (n, 3, 28, 28) and class numbers of a split: "train", "validation" or "test".
 
-    "train" is the pool from which few-shot examples are picked; no split has seen pre-training."""
+    "train" is the pool from which few-shot examples are picked; none of these images were trained on.
+    The classes take turns, so the first 10 * k rows hold k of each."""
     import torch
 
     from gradfix.pocket.fit import normalise

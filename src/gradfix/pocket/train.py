@@ -126,8 +126,8 @@ def split_corpus(folder: Path, scope: Scope, seed: int = 0) -> Corpus:
 def _per_class(
     index: NDArray[np.int64], labels: NDArray[np.int64], count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first `count` of every class, and the others."""
-    chosen = np.concatenate([index[labels[index] == number][:count] for number in range(10)])
+    """The first `count` of every class, the classes taking turns, and the others."""
+    chosen = np.stack([index[labels[index] == number][:count] for number in range(10)], axis=1).ravel()
     return chosen, index[~np.isin(index, chosen)]
 
 
