@@ -50,6 +50,7 @@ CASES = [
     Case("zero-shot", "bert", options={"pooling": "cls"}),
     Case("zero-shot", "clip", images=True),
     Case("zero-shot", "siglip", images=True),
+    Case("zero-shot", "open_clip", images=True),
     Case("classification", "bert_classifier"),
     Case("classification", "vit", images=True),
     Case("classification", "timm", images=True),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfix.checkpoints.open_clip_tags import PREFIX, tag_file
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, sha256_file
 from gradfix.errors import CorruptInput, UsageError
 
@@ -209,6 +210,8 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     if path.exists():
         return path
     text = os.fspath(source)
+    if text.startswith(PREFIX):
+        return tag_file(text)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) or path.parent.exists():
         raise CorruptInput(f"{text} does not exist: give a folder, a weights file or a hub id (owner/name).")
     from huggingface_hub import snapshot_download

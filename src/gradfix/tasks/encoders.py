@@ -51,6 +51,9 @@ class Encoder(ABC):
     def trainable(self) -> list[str]:
         """Names of the parameters that the examples' vectors depend on."""
 
+    def save_extras(self, folder: Path) -> None:  # noqa: B027
+        """Write what the family's own loader needs beside the weights and the source may not have had."""
+
 
 class TextEncoder(Encoder):
     """Any `AutoModel` with a tokenizer; prompts and examples go through the same weights."""

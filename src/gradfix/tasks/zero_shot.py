@@ -20,6 +20,7 @@ from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
 from gradfix.tasks.encoders import Encoder, TextEncoder, TwoTowers
 from gradfix.tasks.loading import freeze_all_but, model_folder, read_json
+from gradfix.tasks.open_clip_models import OpenClip, is_open_clip, open_clip_source
 
 HEAD_FILE = "zero_shot_head.safetensors"
 
@@ -61,6 +62,7 @@ class ZeroShotBound(ClosedSet):
             "scale": repr(self.scale),
         }
         save_file({"head": self.head.detach().cpu().contiguous()}, folder / HEAD_FILE, metadata)
+        self.encoder.save_extras(folder)
 
 
 @TASKS.register("zero-shot")
@@ -112,6 +114,10 @@ class ZeroShot(Task):
         self, source: str | os.PathLike[str] | None, dtype: torch.dtype, device: str | torch.device
     ) -> Encoder:
         assert source is not None
+        path = resolve(source)
+        if path.is_file() or is_open_clip(path):
+            architecture, tag = open_clip_source(os.fspath(source), self.architecture)
+            return OpenClip(path, dtype, device, architecture=architecture, tag=tag)
         folder = model_folder(source)
         config = read_json(folder / "config.json")
         if "text_config" in config and "vision_config" in config:
