@@ -17,7 +17,9 @@ from gradfix.checkpoints.lora import flat_product, open_adapter
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import CorruptInput, GradfixError, IncompatibleCheckpoints, UnsafeResult, UsageError
+from gradfix.stream import transport_checkpoint
 from gradfix.taskvector import TaskVector
+from gradfix.votes.tally import SignVotes
 from tiny import _llama_shape, save_tiny
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -296,9 +298,10 @@ def test_damaged_configs_are_named(bases: Callable[[str], Path], adapter: Path) 
             open_checkpoint(adapter, base=bases("llama"))
 
 
-def test_a_bad_pattern_is_named(bases: Callable[[str], Path], adapter: Path) -> None:
-    rewrite(adapter, alpha_pattern={"(": 3})
-    with pytest.raises(CorruptInput, match=r"alpha_pattern of the adapter config holds '\('"):
+@pytest.mark.parametrize("pattern", [{"(": 3}, {"(a+)+": 3}, {"q_proj": "many"}, {"q_proj": None}])
+def test_a_bad_pattern_is_named(bases: Callable[[str], Path], adapter: Path, pattern: dict[str, Any]) -> None:
+    rewrite(adapter, alpha_pattern=pattern)
+    with pytest.raises(CorruptInput, match="alpha_pattern of the adapter config holds '"):
         open_checkpoint(adapter, base=bases("llama"))
 
 
@@ -362,3 +365,30 @@ def test_a_mixtral_adapter_of_attention_is_read(bases: Callable[[str], Path], tm
     train_adapter(load(bases("mixtral"), "CausalLM"), tmp_path / "lora", target_modules=["k_proj"])
     tau = TaskVector.between(bases("mixtral"), tmp_path / "lora")
     assert {name.split(".")[-2] for name, t in tau.items() if t.any()} == {"k_proj"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stream_moves_what_the_adapter_says(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Written weights against B + alpha * mask(tau), tau from peft's own merge."""
+    base = save_tiny("llama", tmp_path / "base", seed=0, dtype=dtype)
+    target = save_tiny("llama", tmp_path / "target", seed=1, dtype=dtype)
+    merged = train_adapter(load(base, "CausalLM"), tmp_path / "lora", target_modules=["q_proj", "gate_proj"])
+    before, goal = open_checkpoint(base), open_checkpoint(target)
+    draw = torch.Generator().manual_seed(0)
+    votes = SignVotes(
+        {n: torch.randint(-3, 4, goal.info(n).shape, generator=draw, dtype=torch.int8) for n in goal.names()},
+        3,
+    )
+    transport_checkpoint(
+        base=base, tuned=tmp_path / "lora", target=target, votes=votes, alpha=0.7, out=tmp_path / "out"
+    )
+    out = open_checkpoint(tmp_path / "out")
+    for name, parameter in merged.named_parameters():
+        tau = parameter.detach() - before.read(name).float()
+        tau[tau.abs() < 1e-6] = 0  # what rounding leaves of layers the adapter does not touch
+        masked = torch.where(tau.sign() == votes[name].sign(), tau, 0.0)
+        expected = (goal.read(name).float() + 0.7 * masked).to(dtype)
+        step = 1e-6 if dtype is torch.float32 else 0.01
+        torch.testing.assert_close(out.read(name), expected, rtol=step, atol=2e-6)
+    LlamaForCausalLM = type(merged)
+    assert set(LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()) == set(merged.state_dict())

@@ -52,6 +52,7 @@ ADAPTED = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(\.weight|\.bias)?"
 )
 FOREIGN = re.compile(r"\b(lora_|hada_|lokr_|ia3_|vera_|oft_|token_adapter)")
+REPEATED_GROUP = re.compile(r"\)[*+{]")
 MERGE = "Merge it in peft (merge_and_unload, then save_pretrained) and give the merged model as --tuned."
 
 
@@ -126,16 +127,13 @@ class LoraCheckpoint(Checkpoint):
     def _factor_shapes(self, layer: _Layer) -> tuple[int, int, int]:
         """Rows and columns of the dense update, and the rank between them."""
         shape = {part: self.weights.info(key).shape for part, key in layer.keys.items()}
-        if "A" in shape:
-            (inner, *wide), (rows, rank, *kernel) = shape["A"], shape["B"]
-            fits = len(shape["A"]) >= 2 and inner == rank and math.prod(kernel) == 1
-            columns = math.prod(wide)
-        else:
-            (rank, rows), (columns, inner) = shape["EA"], shape["EB"]
-            fits = inner == rank
-        if not fits:
+        first, second = (shape["A"], shape["B"]) if "A" in shape else (shape["EA"], shape["EB"])
+        fits = len(first) >= 2 and len(second) >= 2 and first[0] == second[1] and math.prod(second[2:]) == 1
+        if not fits or 0 in (*first, *second):
             key = next(iter(layer.keys.values()))
             raise CorruptInput(f"{self.path}: the two factors of {key!r} do not fit each other.")
+        wide, rank = math.prod(first[1:]), first[0]
+        rows, columns = (second[0], wide) if "A" in shape else (wide, second[0])
         return rows, columns, rank
 
     def names(self) -> list[str]:
@@ -303,11 +301,13 @@ def _unwrapped(path: str) -> str:
 def _by_pattern(config: Mapping[str, Any], option: str, module: str, default: float) -> float:
     for pattern, value in config[option].items():
         try:
-            found = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error:
+            if REPEATED_GROUP.search(pattern):  # could take for ever to match
+                raise ValueError
+            found, number = re.match(rf"(.*\.)?({pattern})$", module), float(value)
+        except (re.error, ValueError, TypeError):
             raise CorruptInput(
-                f"{option} of the adapter config holds {pattern!r}, which is no pattern."
+                f"{option} of the adapter config holds {pattern!r}: {value!r}, which gradfix cannot read."
             ) from None
         if found:
-            return float(value)
+            return number
     return default
