@@ -110,7 +110,7 @@ def load_partly(
                 **config,
             )
         except LOADER_ERRORS as error:
-            raise CorruptInput(f"{folder} does not load ({first_line(error)}).") from None
+            raise CorruptInput(_why(folder, error)) from None
     mismatched = sorted(
         str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"]
     )
@@ -130,6 +130,13 @@ def load_partly(
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the fast expert kernels know no float64
     return Loaded(model.to(device).eval(), sorted(info["missing_keys"]), notes)
+
+
+def _why(folder: Path, error: BaseException) -> str:
+    if "CONVERSION" in str(error):
+        # transformers fuses some tensors (experts) and points to a report that nobody saw.
+        return f"{folder}: tensors that the model fuses, such as experts, are missing or of another shape."
+    return f"{folder} does not load ({first_line(error)})."
 
 
 def _is_other_head(name: str, model: nn.Module, folder: Path) -> bool:
