@@ -217,3 +217,16 @@ def test_out_and_in_again_moves_between_models(targets: Callable[[str], Path], t
     assert result.retained > 1 - 1e-6
     again = TaskVector.between(targets("llama"), tmp_path / "out")
     assert (again - tau).norm() < 1e-4 * tau.norm()
+
+
+def test_the_folder_says_where_it_comes_from(targets: Callable[[str], Path], tmp_path: Path) -> None:
+    model = load(targets("llama"), "CausalLM")
+    sources = {"base": open_checkpoint(targets("llama")), "tuned": open_checkpoint(targets("llama"))}
+    write_lora(
+        random_update(model), 4, model=model, target=targets("llama"), out=tmp_path / "lora", least_energy=0,
+        inputs=sources, config={"mask": "veto", "alpha": 0.5}, details={"measured": {"labels_per_class": 5}},
+    )  # fmt: skip
+    manifest = verify(tmp_path / "lora")
+    assert set(manifest["inputs"]) == {"base", "tuned", "target"} and manifest["kind"] == "lora"
+    text = (tmp_path / "lora" / "README.md").read_text()
+    assert "LoRA adapter of rank 4" in text and "| mask | veto |" in text and 'library_name: "peft"' in text

@@ -132,6 +132,29 @@ def test_a_headed_model_over_a_bare_file(
         assert torch.equal(held[name], checkpoint.read(name))
 
 
+@pytest.mark.parametrize(
+    ("saved", "part"),
+    [
+        ("clip", "CLIPTextModel"),
+        ("clip", "CLIPVisionModel"),
+        ("siglip", "SiglipTextModel"),
+        ("siglip", "SiglipVisionModel"),
+        ("t5", "T5EncoderModel"),
+        ("mixtral", "MixtralModel"),
+    ],
+)
+def test_a_part_of_a_model_finds_its_tensors(folders: dict[str, Path], saved: str, part: str) -> None:
+    """Towers have the same inner names: each must find its own."""
+    checkpoint = open_checkpoint(folders[saved])
+    model = load(folders[saved], part)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    for source in (model, empty):
+        held = name_map(source, checkpoint.names()).to_disk(dict(model.named_parameters()))
+        for name, tensor in held.items():
+            assert torch.equal(tensor, checkpoint.read(name)), name
+
+
 def test_tied_copies_on_disk_move_with_their_tensor(tmp_path: Path, folders: dict[str, Path]) -> None:
     from safetensors.torch import save_file
     from transformers import GPT2LMHeadModel

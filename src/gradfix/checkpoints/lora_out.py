@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfix.card import card
+from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
 from gradfix.checkpoints.write import refuse_inside, save_tensors, staged_folder, write_manifest
@@ -197,6 +199,8 @@ def save_lora(
     base_name: str | None = None,
     task_type: str | None = None,
     overwrite: bool = False,
+    inputs: Mapping[str, Checkpoint] | None = None,
+    config: Mapping[str, Any] | None = None,
     details: Mapping[str, Any] | None = None,
     notes: Collection[str] = (),
     extras: Callable[[Path], None] | None = None,
@@ -204,9 +208,11 @@ def save_lora(
     """Write the factors in peft's own format, to be loaded on `target` by PeftModel.from_pretrained.
 
     `model` is the target as a module (the meta device will do unless tensors are kept whole); names in the
-    result may be module names or on-disk names. The manifest ties the folder to the target's weights."""
+    result may be module names or on-disk names. The manifest ties the folder to the target's weights; `inputs`
+    (by role), `config` (mask, alpha ...) and `details` go into it and into the model card."""
     goal, out = open_checkpoint(target), Path(out)
-    refuse_inside(out, [goal.path] if goal.path is not None else [])
+    sources = {**(inputs or {}), "target": goal}
+    refuse_inside(out, [source.path for source in sources.values() if source.path is not None])
     kinds = layer_kinds(model)
     modules = {disk: name for name, disk in name_map(model, goal.names()).renamed.items()}
     tensors: dict[str, Tensor] = {}
@@ -225,23 +231,29 @@ def save_lora(
             for k, v in _peft_tensors(kinds[own], left, right, shape).items()
         }
     saved, biased = _add_whole(result, model, modules, set(ranks), tensors)
-    config = _adapter_config(result.rank, ranks, base_name or str(goal), task_type, saved, biased)
-    config["fan_in_fan_out"] = any(kinds[f"{path}.weight"] == TURNED for path in ranks)
+    adapter = _adapter_config(result.rank, ranks, base_name or str(goal), task_type, saved, biased)
+    adapter["fan_in_fan_out"] = any(kinds[f"{path}.weight"] == TURNED for path in ranks)
     content = {
         "format": 1,
         "kind": "lora",
+        **versions(),
         "base_fingerprint": goal.fingerprint(),
-        "inputs": {"target": {"path": str(goal), "sha256": file_hashes(goal)}},
+        "inputs": {
+            role: {"path": str(source), "sha256": {Path(p).name: h for p, h in file_hashes(source).items()}}
+            for role, source in sources.items()
+        },
+        "config": dict(config or {}),
         "lora": result.describe(),
         "details": dict(details or {}),
         "notes": list(notes),
     }
     with staged_folder(out, overwrite=overwrite) as staging:
         save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
-        text = json.dumps(config, indent=2, sort_keys=True)
+        text = json.dumps(adapter, indent=2, sort_keys=True)
         (staging / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
         if extras is not None:
             extras(staging)
+        (staging / "README.md").write_text(card(content), encoding="utf-8")
         write_manifest(staging, content, {})
     return out
 
