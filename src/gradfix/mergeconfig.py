@@ -156,6 +156,7 @@ class Imported:
         return checked(MergeRecipe, values, self.source)
 
 
+NO_WEIGHT = 1e-8  # weights that sum to less are not divided by their sum
 LINEAR = ("task_arithmetic", "dare_linear")
 IMPORTED = ("task_arithmetic", "ties", "dare_linear", "dare_ties")
 _KNOWN = {"merge_method", "base_model", "models", "parameters", "dtype", "out_dtype", "name"}
@@ -201,10 +202,13 @@ def _method_values(method: str, vectors: list[dict[str, Any]], shared: Mapping[s
         options["per_tensor"] = True
     if method not in LINEAR:
         options["normalize"] = normalize
-    elif normalize:
-        total = sum(vector["weight"] for vector in vectors)
-        for vector in vectors:
-            vector["weight"] /= total or 1.0
+    total = sum(vector["weight"] for vector in vectors)
+    if method in LINEAR and normalize and abs(total) > NO_WEIGHT:
+        if method == "task_arithmetic":
+            values["method"] = "mean"
+        else:
+            for vector in vectors:
+                vector["weight"] /= total
     if method.startswith("dare"):
         options["rescale"] = bool(shared.get("rescale", True))
     if method == "task_arithmetic":
