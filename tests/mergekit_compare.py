@@ -118,29 +118,30 @@ def distance(theirs: Path, ours: Path, base: Path) -> dict[str, float]:
     }
 
 
+SHARED = {  # label -> method, mergekit's parameters, our option that departs from the import
+    "task_arithmetic": ("task_arithmetic", {}, {}),
+    "task_arithmetic normalized": ("task_arithmetic", {"normalize": True}, {}),
+    "ties": ("ties", {}, {}),
+    "ties lambda": ("ties", {"lambda": 0.7, "normalize": False}, {}),
+}
+FLOAT32_ONLY = {
+    "dare_linear": ("dare_linear", {"rescale": False}, {}),
+    "dare_ties": ("dare_ties", {"rescale": False}, {}),
+    "dare_linear rescaled": ("dare_linear", {"rescale": True}, {}),
+    "ties global trim": ("ties", {}, {"per_tensor": False}),
+}
+
+
 def main(home: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        word = str(dtype).removeprefix("torch.")
+    for word, cases in (("float32", SHARED | FLOAT32_ONLY), ("bfloat16", SHARED)):
         work = home / word
-        base, tuned = make_models(work, dtype)
-        if dtype is torch.float32:
+        base, tuned = make_models(work, getattr(torch, word))
+        if word == "float32":
             mergekit.sparsify.bernoulli = SameCoins(base, tuned)
-
-        def run(label: str, method: str, parameters: dict[str, Any], base=base, tuned=tuned, work=work, word=word, **changed: Any) -> None:  # fmt: skip  # noqa: E501
-            found[f"{label} ({word})"] = compare(
-                work, label.replace(" ", "_"), recipe(method, base, tuned, word, **parameters), **changed
-            )
-
-        run("task_arithmetic", "task_arithmetic", {})
-        run("task_arithmetic normalized", "task_arithmetic", {"normalize": True})
-        run("ties", "ties", {})
-        run("ties lambda", "ties", {"lambda": 0.7, "normalize": False})
-        if dtype is torch.float32:
-            run("dare_linear", "dare_linear", {"rescale": False})
-            run("dare_ties", "dare_ties", {"rescale": False})
-            run("dare_linear rescaled", "dare_linear", {"rescale": True})
-            run("ties global trim", "ties", {}, per_tensor=False)
+        for label, (method, parameters, changed) in cases.items():
+            content = recipe(method, base, tuned, word, **parameters)
+            found[f"{label} ({word})"] = compare(work, label.replace(" ", "_"), content, **changed)
     versions = {name: version(name) for name in ("mergekit", "torch", "transformers", "safetensors")}
     return {"results": found, "versions": versions}
 
