@@ -71,7 +71,8 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _quieten() -> None:
-    """Other libraries' bars and warnings would bury our own lines."""
+    """Other libraries' bars and warnings would bury our own lines; spinning threads would starve each other."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

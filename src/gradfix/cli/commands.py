@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from gradfix.cli.console import bar, say, say_notes, stages, table, write_json
+from gradfix.cli.console import bar, say, say_notes, stages, table, write_json, write_text_or_stdout
 from gradfix.cli.options import command
 from gradfix.workflows import configs
 
@@ -133,7 +133,7 @@ def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> N
 
     with stages(quiet) as stage:
         results = run_demo(config, stage)
-    write_json(results.as_json(), json_out)
+    write_text_or_stdout(results.to_json(), json_out)
     _show(results, quiet or json_out == "-", config.report)
 
 
@@ -142,17 +142,19 @@ def _compare(config: configs.CompareConfig, *, json_out: str | None, quiet: bool
 
     with stages(quiet) as stage:
         results = run_compare(config, json_out, stage)
-    write_json(results.as_json(), json_out)
+    write_text_or_stdout(results.to_json(), json_out)
     _show(results, quiet or json_out == "-", config.report)
 
 
 def _show(results: Any, quiet: bool, report: str | None) -> None:
-    for title, header, rows in results.tables():
-        table(title, header, rows, quiet)
-    for line in results.verdict_lines():
-        say(line, quiet)
+    header, *cells = results.table()
+    table("accuracy on test, mean and spread over seeds", header, cells, quiet)
+    for verdict in results.verdicts:
+        name = f"{verdict['pair']}: " if verdict.get("pair") else ""
+        say(f"\n{name}{verdict['text']}", quiet)
+    say_notes(results.notes, quiet)
     if report:
-        say(f"wrote {report}", quiet)
+        say(f"\nwrote {report}", quiet)
 
 
 def _merge(config: configs.MergeConfigOptions, *, json_out: str | None, quiet: bool) -> None:

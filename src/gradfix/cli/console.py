@@ -53,15 +53,16 @@ def _plain(text: str) -> str:
 
 
 def write_json(content: Any, path: str | None) -> None:
-    if path is None:
-        return
-    text = json.dumps(content, indent=1, default=str)
-    if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    from gradfix.checkpoints.write import write_text
+    write_text_or_stdout(json.dumps(content, indent=1, default=str) + "\n", path)
 
-    write_text(Path(path), text + "\n")
+
+def write_text_or_stdout(text: str, path: str | None) -> None:
+    if path == "-":
+        sys.stdout.write(text)
+    elif path is not None:
+        from gradfix.checkpoints.write import write_text
+
+        write_text(Path(path), text)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from gradfix.checkpoints.folder import target_fingerprint
+from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
+from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
 from gradfix.data import Row, folds
 from gradfix.diagnostics import mean_loss
@@ -84,6 +86,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     tuned = open_checkpoint(config.tuned, base=base)
     out = Path(config.out)
     refuse_inside(out, [c.path for c in (base, tuned, target) if c.path is not None])
+    base, tuned, _ = match_vocabulary(base, tuned, target)
     plan_transport(base, tuned, target, head=config.head, strict=config.strict)
     start = setting(config)
     stage("reading examples")
@@ -295,6 +298,12 @@ class _Transport:
         return [(margin, average_curves(some)) for margin, some in curves.items()]
 
     def _finish(self, update: TaskVector, votes: SignVotes | None, choice: Choice) -> TransportResult:
+        adapter = None
+        if self.config.out_lora is not None:  # from here on, what is measured is what the adapter will do
+            adapter = adapter_for(
+                update, self.config.out_lora, model=self.bound.model, target=self.checkpoints["target"]
+            )
+            update = adapter.approximated
         loss = lambda: mean_loss(self.bound.model, self.bound.loss, self.fewshot)  # noqa: E731
         loss_before, before = loss(), self._test_score()
         with dialled(self.bound.model, update) as dial:
@@ -311,7 +320,7 @@ class _Transport:
         }
         report = None
         if not self.config.dry_run:
-            report = self._timed("writing", lambda: self._write(update, votes, choice, measured))
+            report = self._timed("writing", lambda: self._write(update, votes, choice, measured, adapter))
             self.notes.extend(report.notes)
         return TransportResult(
             Path(self.config.out), choice.alpha, choice.margin, choice.regime, report, choice.curve,
@@ -324,7 +333,12 @@ class _Transport:
         return evaluate(self.bound.model, self.bound, self.bound.batches(self.shots.test, 32))
 
     def _write(
-        self, update: TaskVector, votes: SignVotes | None, choice: Choice, measured: dict[str, Any]
+        self,
+        update: TaskVector,
+        votes: SignVotes | None,
+        choice: Choice,
+        measured: dict[str, Any],
+        adapter: LoraResult | None,
     ) -> StreamReport:
         config = self.config
         details = {"command": asdict(config), "measured": measured, "notes": self.notes}
@@ -332,8 +346,8 @@ class _Transport:
             "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
             "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self._extras(details),
         }  # fmt: skip
-        if config.out_lora is not None:
-            return self._write_lora(update, choice)
+        if adapter is not None:
+            return self._write_lora(adapter, choice, details)
         streams = (
             config.method == "mask" and config.align == "none" and MASKS[config.mask].sees != "reference"
         )
@@ -348,6 +362,23 @@ class _Transport:
             alpha=choice.alpha, margin=choice.margin, seed=config.seed, head=config.head, strict=config.strict,
             **common,
         )  # fmt: skip
+
+    def _write_lora(self, adapter: LoraResult, choice: Choice, details: dict[str, Any]) -> StreamReport:
+        measured, config = details["measured"], self.config
+        notes = check_lora(
+            adapter, loss_before=measured["fewshot_loss_before"], loss_after=measured["fewshot_loss_after"],
+            force=config.force,
+        )  # fmt: skip
+        save_lora(
+            adapter.scaled(choice.alpha), config.out, model=self.bound.model, target=self.checkpoints["target"],
+            base_name=config.target, overwrite=config.overwrite, inputs=self.checkpoints, notes=notes,
+            config={"mask": config.mask, "alpha": choice.alpha, "margin": choice.margin, "seed": config.seed},
+            details=details, extras=self._extras(details),
+        )  # fmt: skip
+        held = len(adapter.factors) + len(adapter.whole)
+        return StreamReport(
+            Path(config.out), held, 0, len(adapter.dropped), adapter.retained, 1.0, 0.0, notes=tuple(notes)
+        )
 
     def _extras(self, details: dict[str, Any]) -> Callable[[Path], None]:
         def write(staging: Path) -> None:

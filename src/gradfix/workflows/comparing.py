@@ -1,0 +1,84 @@
+"""`gradfix compare` and `gradfix report`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.write import torch_dtype, write_text
+from gradfix.results import Results
+from gradfix.workflows.configs import CompareConfig, ReportConfig
+from gradfix.workflows.setting import NO_VALIDATION, device_of, make_task, read_data
+
+
+def run_compare(
+    config: CompareConfig, json_out: str | None = None, stage: Callable[[str], None] = lambda _: None
+) -> Results:
+    """All methods under one budget; finished units are kept in the work folder, so a killed run goes on."""
+    heal_torchvision()
+    from gradfix.comparison import compare
+    from gradfix.report import write_report
+
+    stage("reading examples")
+    dataset = read_data(config.data, config)
+    validation = "auto" if config.validation is None else config.validation
+    if validation not in ("auto", NO_VALIDATION):
+        validation = read_data(config.validation, config, labels=dataset.labels)  # type: ignore[arg-type]
+    results = compare(
+        base=config.base,
+        tuned=config.tuned,
+        target=config.target,
+        target_tuned=config.target_tuned,
+        data=dataset,
+        task=make_task(config, dataset),
+        shots=config.shots,
+        seeds=config.seeds,
+        methods=config.methods or None,
+        validation=validation,
+        work=_work_folder(config, json_out),
+        finetune={"steps": config.finetune_steps} if config.finetune_target else False,
+        batch_size=config.batch_size,
+        dtype=torch_dtype(config.dtype),
+        device=device_of(config.device),
+        engine=config.engine,
+        allow_fewer=config.allow_fewer,
+        command=_command(config),
+        progress=lambda what, done, total: stage(f"{what} ({done}/{total})"),
+    )
+    if config.report:
+        write_report(results, config.report)
+    return results
+
+
+def _work_folder(config: CompareConfig, json_out: str | None) -> Path | None:
+    if config.work:
+        return Path(config.work)
+    return Path(json_out).with_suffix(".work") if json_out and json_out != "-" else None
+
+
+def _command(config: CompareConfig) -> str:
+    """The command line that gives these results again."""
+    words = ["gradfix", "compare"]
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, value in asdict(config).items():
+        if value in (defaults[name], None) or value == ():
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
+    return shlex.join(words)
+
+
+def run_report(config: ReportConfig) -> Path:
+    """The page (or Markdown) of results made earlier."""
+    from gradfix.report import to_markdown, write_report
+
+    results = Results.load(config.results)
+    out = Path(config.out) if config.out else Path(config.results).with_suffix(".html")
+    if out.suffix == ".md":
+        write_text(out, to_markdown(results))
+        return out
+    return write_report(results, out)

@@ -1,0 +1,69 @@
+"""`gradfix demo`: the whole job on the embedded models, for an unrelated and a related pair."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from gradfix._compat import heal_torchvision
+from gradfix.results import Results
+from gradfix.workflows.configs import DemoConfig
+
+METHODS = ("zero_shot", "naive", "one_step", "few_shot", "gradfix", "veto", "oracle", "fine_tuned")
+PAIRS = ("unrelated", "related")
+
+
+def run_demo(config: DemoConfig, stage: Callable[[str], None] = lambda _: None) -> Results:
+    """Materialise the embedded models as real checkpoints, then compare on both pairs, a process each."""
+    from gradfix import pocket
+    from gradfix.report import write_report
+
+    with tempfile.TemporaryDirectory(prefix="gradfix-demo-") as folder:
+        stage("unpacking the embedded models")
+        paths = pocket.materialise(folder)
+        stage("comparing eight methods on two pairs of models")
+        jobs = [(pair, paths[pair], paths["tasks"][pocket.PRIMARY], config) for pair in PAIRS]
+        parts = _side_by_side(jobs)
+    results = Results.merge(parts)
+    if config.report:
+        write_report(results, config.report, title="gradfix demo")
+    return results
+
+
+Job = tuple[str, dict[str, Path], Path, DemoConfig]
+
+
+def _side_by_side(jobs: list[Job]) -> list[Results]:
+    """Small models gain nothing from more threads, so the cores are used by processes."""
+    if (os.cpu_count() or 1) < len(jobs):
+        return [_compare_pair(job) for job in jobs]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(jobs), mp_context=spawn) as pool:
+        return list(pool.map(_compare_pair, jobs))
+
+
+def _compare_pair(job: Job) -> Results:
+    pair, paths, data, config = job
+    heal_torchvision()
+    import torch
+
+    from gradfix.comparison import compare
+    from gradfix.searching import Search
+
+    torch.set_num_threads(1)
+    return compare(
+        **paths,
+        data=data,
+        task="classification",
+        shots=(config.shots,),
+        seeds=config.seeds,
+        methods=METHODS,
+        search=Search.quick(),
+        batch_size=50,
+        pair=pair,
+        command="gradfix demo",
+    )
