@@ -26,7 +26,7 @@ from gradfix.checkpoints.write import verify
 from gradfix.errors import IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
 from gradfix.taskvector import TaskVector
 from gradfix.transported import apply
-from tiny import _llama_shape, save_tiny
+from tiny import TEXT_LABELS, _llama_shape, save_tiny, toy_texts, write_rows
 
 FAMILIES = {
     "llama": "CausalLM",
@@ -192,6 +192,8 @@ def test_refusals_have_reasons(targets: Callable[[str], Path], tmp_path: Path) -
         lora_from_update({"w": torch.ones(2, 2)}, 0)
     with pytest.raises(UnsafeResult, match="the update is zero: there is nothing to put into an adapter"):
         lora_from_update({"w": torch.zeros(2, 2)}, 1)
+    with pytest.raises(UnsafeResult, match="nothing to put into an adapter"):
+        lora_from_update({"w": torch.ones(2, 2)}, 1).scaled(0)
     model = load(targets("llama"), "CausalLM")
     result = lora_from_update({"nowhere.weight": torch.ones(2, 2)}, 1)
     with pytest.raises(IncompatibleCheckpoints, match="'nowhere.weight' belongs to no layer"):
@@ -230,3 +232,33 @@ def test_the_folder_says_where_it_comes_from(targets: Callable[[str], Path], tmp
     assert set(manifest["inputs"]) == {"base", "tuned", "target"} and manifest["kind"] == "lora"
     text = (tmp_path / "lora" / "README.md").read_text()
     assert "LoRA adapter of rank 4" in text and "| mask | veto |" in text and 'library_name: "peft"' in text
+
+
+def test_the_command_writes_an_adapter_for_the_target(targets: Callable[[str], Path], tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    from gradfix.workflows.configs import TransportConfig
+    from gradfix.workflows.transporting import run_transport
+
+    base, target = targets("bert"), save_tiny("bert", tmp_path / "target", seed=1)
+    train_adapter(load(base, ""), tmp_path / "tuned", target_modules=["query", "dense"])
+    for split in ("train", "test"):
+        write_rows(tmp_path / "data", split, toy_texts(16, seed=len(split)))
+    (tmp_path / "data" / "task.json").write_text(
+        json.dumps({"labels": {n: f"a {n} film" for n in TEXT_LABELS}})
+    )
+    result = run_transport(
+        TransportConfig(
+            base=str(base), tuned=str(tmp_path / "tuned"), target=str(target), data=str(tmp_path / "data"),
+            task="zero-shot", shots=4, alpha="0.5", out=str(tmp_path / "out"), out_lora=8, check=False, force=True,
+        )
+    )  # fmt: skip
+    assert any("of the update's energy" in note for note in result.notes)
+    merged = PeftModel.from_pretrained(load(target, ""), tmp_path / "out").merge_and_unload()
+    tau = TaskVector.between(target, tmp_path / "out")
+    moved = dict(merged.named_parameters())
+    for name, delta in tau.items():
+        torch.testing.assert_close(
+            moved[name].detach() - open_checkpoint(target).read(name), delta, rtol=0, atol=1e-6
+        )
+    assert verify(tmp_path / "out")["details"]["measured"]["fewshot_loss_after"] == result.loss_after

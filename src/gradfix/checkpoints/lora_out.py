@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from gradfix.taskvector import TaskVector
 LEAST_ENERGY = 0.25
 EXACT_BELOW = 512  # up to this many rows or columns the full decomposition is as quick
 OVERSAMPLED = 16
+NOTHING = "the update is zero: there is nothing to put into an adapter."
 LINEAR, TURNED, TABLE, CONVOLUTION = "linear", "conv1d", "embedding", "convolution"
 
 
@@ -51,6 +52,13 @@ class LoraResult:
         """The update the adapter really makes, under all the names of the original one."""
         return TaskVector({name: self._tensor(name) for name in self.shapes})
 
+    def scaled(self, factor: float) -> LoraResult:
+        """The factors of `factor * update`; truncation and shares of energy stay the same."""
+        if factor == 0:
+            raise UnsafeResult(NOTHING)
+        factors = {name: (factor * left, right) for name, (left, right) in self.factors.items()}
+        return replace(self, factors=factors, whole={name: factor * t for name, t in self.whole.items()})
+
     def _tensor(self, name: str) -> Tensor:
         if name in self.factors:
             left, right = self.factors[name]
@@ -71,11 +79,10 @@ def lora_from_update(
     update: Mapping[str, Tensor],
     rank: int,
     *,
-    alpha: float = 1.0,
     layers: Collection[str] | None = None,
     whole: Collection[str] = (),
 ) -> LoraResult:
-    """Factor `alpha * update` by truncated SVD, one tensor at a time; the same input gives the same bits.
+    """Factor an update by truncated SVD, one tensor at a time; the same input gives the same bits.
 
     `layers` are the tensors an adapter can hold (default: all with two dimensions), `whole` those to keep
     unfactored. What is in neither is dropped and counted."""
@@ -86,7 +93,7 @@ def lora_from_update(
     total: dict[str, float] = {}
     lost: dict[str, float] = {}
     for name, tensor in update.items():
-        moved = alpha * tensor.detach().float().cpu()
+        moved = tensor.detach().float().cpu()
         total[name] = lost[name] = float(moved.double().square().sum())
         if total[name] == 0:
             continue
@@ -98,7 +105,7 @@ def lora_from_update(
             lost[name] = float((flat - left @ right).double().square().sum())
     everything = sum(total.values())
     if everything == 0:
-        raise UnsafeResult("the update is zero: there is nothing to put into an adapter.")
+        raise UnsafeResult(NOTHING)
     energy = {name: 1 - lost[name] / total[name] for name in factors}
     dropped = {name: total[name] / everything for name in total if total[name] and name not in factors and name not in kept}  # fmt: skip
     shapes = {name: tensor.shape for name, tensor in update.items()}
@@ -258,6 +265,23 @@ def save_lora(
     return out
 
 
+def adapter_for(
+    update: Mapping[str, Tensor],
+    rank: int,
+    *,
+    model: nn.Module,
+    target: Source | Checkpoint,
+    keep_small: bool = False,
+) -> LoraResult:
+    """Factor what an adapter of this model can hold; names may be the module's or those on disk.
+
+    `keep_small` carries biases and norms unfactored."""
+    disk = name_map(model, open_checkpoint(target).names()).renamed
+    layers = {own if own in update else disk.get(own, own) for own in layer_kinds(model)}
+    small = {own if own in update else disk.get(own, own) for own in whole_tensors(model)}
+    return lora_from_update(update, rank, layers=layers, whole=small if keep_small else ())
+
+
 def write_lora(
     update: Mapping[str, Tensor],
     rank: int,
@@ -272,17 +296,11 @@ def write_lora(
     force: bool = False,
     **options: Any,
 ) -> tuple[LoraResult, list[str]]:
-    """Factor, check and save: what `--out-lora` does.
+    """Factor, check and save `alpha * update`.
 
     `losses(approximated)` measures the few-shot loss before and after the adapter's own update (alpha is in
-    it already). `keep_small` carries biases and norms unfactored. Further options go to `save_lora`."""
-    back = name_map(model, open_checkpoint(target).names()).renamed
-    names = set(update)
-    layers = {own if own in names else back.get(own, own) for own in layer_kinds(model)}
-    small = (
-        {own if own in names else back.get(own, own) for own in whole_tensors(model)} if keep_small else set()
-    )
-    result = lora_from_update(update, rank, alpha=alpha, layers=layers, whole=small)
+    it already). Further options go to `save_lora`."""
+    result = adapter_for(update, rank, model=model, target=target, keep_small=keep_small).scaled(alpha)
     before, after = losses(result.approximated) if losses is not None else (None, None)
     notes = check_lora(result, loss_before=before, loss_after=after, least_energy=least_energy, force=force)
     save_lora(result, out, model=model, target=target, notes=notes, **options)
