@@ -273,7 +273,7 @@ class Classification(Task):
         if "architecture" in config:
             from gradfix.tasks.timm_models import TimmClassifier
 
-            return TimmClassifier(folder, config, dtype, device)
+            return TimmClassifier(folder, dtype, device)
         with quiet_transformers():
             from transformers.models.auto.modeling_auto import (
                 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as IMAGE_MODELS,

@@ -22,19 +22,13 @@ from gradfix.tasks.loading import LOADER_ERRORS, first_line, load_exactly
 
 
 class TimmClassifier(Classifier):
-    def __init__(
-        self, folder: Path, config: dict[str, Any], dtype: torch.dtype, device: str | torch.device
-    ) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str | torch.device) -> None:
         timm = _timm()
-        # The older layout keeps everything in one dictionary.
-        about = config.get("pretrained_cfg", config)
-        classes = config.get("num_classes", about.get("num_classes"))
         try:
+            about, name, arguments = timm.models._hub.load_model_config_from_path(folder)
+            classes = about.get("num_classes")
             model = timm.create_model(
-                config["architecture"],
-                num_classes=classes,
-                pretrained_cfg=about,
-                **config.get("model_args", {}),
+                name, **{"num_classes": classes, **(arguments or {})}, pretrained_cfg=about
             )
         except LOADER_ERRORS as error:
             raise CorruptInput(f"{folder}: timm cannot build this model ({first_line(error)}).") from None
@@ -44,7 +38,7 @@ class TimmClassifier(Classifier):
         self.model = model.to(device=device, dtype=dtype).eval()
         data = timm.data.resolve_data_config({}, model=model)
         self.transform = timm.data.create_transform(**data, is_training=False)
-        given = config.get("label_names") or about.get("label_names")
+        given = about.get("label_names")
         self.names = [str(name) for name in given or range(model.num_classes)]
         self.notes = []
         self.dtype, self.device = dtype, device
