@@ -349,3 +349,16 @@ def test_the_stream_stays_within_100_mib(tmp_path):
     )
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 100
+
+
+def test_a_tensor_without_votes_does_not_change_the_names_of_the_others():
+    """A frozen head is in the task vector and not in the votes; the rest must still find its votes."""
+    tau = gradfix.TaskVector({"layers.0.weight": torch.ones(4), "embed": torch.ones(2), "head": torch.ones(3)})
+    votes = SignVotes(
+        {"layers.0.weight": torch.ones(4, dtype=torch.int8), "embed": torch.ones(2, dtype=torch.int8)},
+        1,
+        disk_names={"layers.0.weight": "encoder.layer.0.weight"},
+    )
+    assert gradfix.transport(tau, votes).kept == {"layers.0.weight": 1.0, "embed": 1.0, "head": 0.0}
+    on_disk = tau.renamed({"layers.0.weight": "encoder.layer.0.weight"})
+    assert gradfix.transport(on_disk, votes).kept == {"encoder.layer.0.weight": 1.0, "embed": 1.0, "head": 0.0}

@@ -140,8 +140,11 @@ def _aligned(tau: TaskVector, direction: Direction | None) -> Mapping[str, Tenso
     if direction is None:
         raise UsageError("no direction given.")
     votes: Mapping[str, Tensor] = direction
-    if isinstance(direction, SignVotes) and direction.disk_names and not set(tau) <= set(direction):
-        votes = {direction.disk_names.get(name, name): tensor for name, tensor in direction.items()}
+    if isinstance(direction, SignVotes) and direction.disk_names:
+        # A frozen head has no votes, so the names are compared by how many fit, not by whether all do.
+        on_disk = {direction.disk_names.get(name, name): tensor for name, tensor in direction.items()}
+        if len(set(tau) & set(on_disk)) > len(set(tau) & set(votes)):
+            votes = on_disk
     if not set(tau) & set(votes):
         raise IncompatibleCheckpoints(
             f"task vector and votes share no tensor name (first {next(iter(tau), '')!r} and {next(iter(votes), '')!r}). "
