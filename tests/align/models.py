@@ -6,13 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers as hf
 from torch import nn
-
-from gradfix._compat import heal_torchvision
-
-heal_torchvision()
-
-import transformers as hf  # noqa: E402  (after the torchvision guard)
 
 WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**WIDTH, "vocab_size": 40, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
