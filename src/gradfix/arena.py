@@ -61,6 +61,8 @@ class Arena:
         store: Store | None = None,
         aligned: Callable[[str], TaskVector] | None = None,
         tuned_target: Callable[[], TaskVector] | None = None,
+        teacher: Callable[[], Bound | None] | None = None,
+        unlabelled: Sequence[Example] | None = None,
     ) -> None:
         self.bound, self.model = bound, bound.model
         self.notes: list[str] = []
@@ -73,6 +75,9 @@ class Arena:
         self.store = store or Store()
         self.bill = Bill()
         self._aligned, self._tuned_target = aligned, tuned_target
+        self._open_teacher = teacher
+        self._teacher: Bound | None = None
+        self.unlabelled = unlabelled
         self.examples: dict[str, Sequence[Example]] = {"test": test, "validation": validation or ()}
         self._batches: dict[str, list[Batch]] = {}
         self._shared: dict[str, tuple[Any, Work]] = {}
@@ -128,6 +133,14 @@ class Arena:
             return None
         make = self._tuned_target
         return self.shared("tuned-target", lambda: self.by_module(make()), file=True)
+
+    def teacher(self) -> Bound | None:
+        """The tuned old model, opened once; like the target's, its opening is on nobody's bill."""
+        if self._teacher is None and self._open_teacher is not None:
+            start = time.perf_counter()
+            self._teacher = self._open_teacher()
+            self.bill.away += time.perf_counter() - start
+        return self._teacher
 
     def support(self, shots: int, seed: int) -> Support:
         if self._support is None or (self._support.shots, self._support.seed) != (shots, seed):

@@ -20,6 +20,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.searching import Search
 from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.taskvector import TaskVector
+from gradfix.teacher import teacher_of
 from gradfix.workfolder import Folder, digest
 
 
@@ -111,6 +112,7 @@ class Inputs:
             store=self.folder,
             aligned=lambda how: _align(base, self.target, tau, how),
             tuned_target=self._tuned_target(target_tuned),
+            teacher=lambda: teacher_of(self.bound, base, tau, self.task),
         )
 
     def _tuned_target(self, given: Source | None) -> Callable[[], TaskVector] | None:

@@ -34,7 +34,9 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "caution": baseline_wins(main, results.title),
         "budgets": [_budget(results, pair, verdict) for verdict in verdicts],
         "agreement": _agreement([e for e in results.agreement if e["pair"] == pair]),
-        "kept": _kept([e for e in results.kept if e["pair"] == pair and e["shots"] == main["shots"]], results.title),
+        "kept": _kept(
+            [e for e in results.kept if e["pair"] == pair and e["shots"] == main["shots"]], results.title
+        ),
         "changed": [entry for entry in results.changed if entry["pair"] == pair],
         "provenance": [entry for entry in results.provenance if entry.get("pair") == pair],
         "regime": main["regime"],
@@ -68,7 +70,9 @@ def baseline_wins(verdict: Entry, title: Any) -> str | None:
         return None
     if best == verdict["method"]:
         return f"A baseline wins here: nothing that looks at votes scored above {title(best)} on test."
-    return f"On test a baseline, {title(best)}, scored highest; the choice was made on other data and is kept."
+    return (
+        f"On test a baseline, {title(best)}, scored highest; the choice was made on other data and is kept."
+    )
 
 
 def seconds(value: float) -> str:
@@ -93,7 +97,13 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
     for row in rows:
         row["winner"] = row["method"] == verdict["method"]
         row["best_on_test"] = row["method"] == verdict["best_on_test"]
-        row["kind"] = "reference" if row["method"] in REFERENCES else "control" if row["method"] in CONTROLS else "method"
+        row["kind"] = (
+            "reference"
+            if row["method"] in REFERENCES
+            else "control"
+            if row["method"] in CONTROLS
+            else "method"
+        )
         row["flops_text"] = flops(row["flops"])
         row["seconds_text"] = seconds(row["seconds"])
     zero = next((row["accuracy"] for row in rows if row["method"] == "zero_shot"), None)
@@ -105,14 +115,20 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         "rows": rows,
         "bars": sorted(rows, key=lambda row: -row["accuracy"]),
         "zero": zero,
-        "samples": next((row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None),
+        "samples": next(
+            (row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None
+        ),
         "losses": [row for row in losses if row["method"] != "zero_shot"],
         "loss_top": top * 1.05 or 1.0,
         "curves": _curves(curve_entries, verdict["regime"]),
     }
 
 
-RULES = (("gradfix", "Majority vote", "main"), ("gradfix_mean", "Mean vote", "second"), ("naive", "No mask", "third"))
+RULES = (
+    ("gradfix", "Majority vote", "main"),
+    ("gradfix_mean", "Mean vote", "second"),
+    ("naive", "No mask", "third"),
+)
 
 
 def _curves(entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
@@ -125,7 +141,10 @@ def _curves(entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
     if not series:
         return None
     where = "validation" if regime == "validation" else "held-out folds"
-    return {"svg": curves(series, "alpha", f"accuracy on {where} (%)"), "legend": [(s.name, s.style) for s in series]}
+    return {
+        "svg": curves(series, "alpha", f"accuracy on {where} (%)"),
+        "legend": [(s.name, s.style) for s in series],
+    }
 
 
 def _agreement(entries: Sequence[Entry]) -> dict[str, Any] | None:
