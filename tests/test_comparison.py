@@ -17,7 +17,8 @@ from gradfix.data import load_data
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods import METHODS
 from gradfix.results import Results
-from gradfix.searching import Score, Search
+from gradfix.searching import Score, Search, Setting
+from gradfix.support import Support
 from gradfix.taskvector import TaskVector
 
 SMALL = Search(alphas=(0.5, 1.0), wider=(2.0,), probes=(1.0,), margins=(0.0, 0.5, 1.0), rates=(1e-3, 1e-2),
@@ -249,3 +250,34 @@ def test_changed_examples_are_shown_with_their_answers(validated):
     for example in changed["examples"]:
         assert example["before"] != example["after"]
         assert (example["after"] == example["label"]) == (example["kind"] == "repaired")
+
+
+@pytest.mark.parametrize(
+    ("peak", "tried"),
+    [
+        (0.5, {0.0, 0.5, 1.0}),
+        (1.0, {0.0, 0.5, 1.0, 2.0}),
+        (2.0, {0.0, 0.5, 1.0, 2.0, 4.0}),
+        (9.0, {0.0, 0.5, 1.0, 2.0, 4.0}),
+    ],
+)
+def test_the_grid_widens_while_its_edge_is_best(given, monkeypatch, peak, tried):
+    arena = Arena(
+        bound=given["target"],
+        tau=TaskVector.between(given["base"], given["tuned"]),
+        train=given["data"].splits["train"],
+        validation=given["data"].splits["validation"],
+        test=given["data"].splits["test"],
+        search=replace(SMALL, alphas=(0.5, 1.0), wider=(2.0, 4.0)),
+    )
+
+    def along(view, update, alphas, known):
+        return {alpha: Score(99 - round(10 * abs(alpha - peak)), 1.0, 100) for alpha in alphas}
+
+    monkeypatch.setattr(arena, "_along", along)
+    monkeypatch.setattr(Support, "untouched", lambda self: Score(1, 1.0, 100))
+    choice = arena.choose(arena.support(3, 0), [Setting({}, lambda view: arena.tau)])
+    assert set(choice.curve.points) == tried
+    assert choice.alpha == min(tried, key=lambda alpha: abs(alpha - peak))
+    assert any("widened" in note for note in choice.notes) == (peak > 0.5)
+    assert any("largest one tried" in note for note in choice.notes) == (peak > 4)

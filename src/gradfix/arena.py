@@ -205,17 +205,17 @@ class Arena:
         """The best setting and alpha by the score of this arena's regime.
 
         With `alphas` only those (and 0) are tried, without widening."""
-        chosen = settings[0]
-        if len(settings) > 1 and alphas is None:
-            probes = [self._curve(support, one.make, self.search.probes, ()) for one in settings]
+        if alphas is not None:
+            if len(settings) > 1:
+                raise UsageError("fixed alphas are for methods with one setting.")
+            curve = self._curve(support, settings[0].make, alphas)
+            return Choice(settings[0], curve.best, curve, curve.notes)
+        chosen, known = settings[0], None
+        if len(settings) > 1:
+            probes = [self._curve(support, one.make, self.search.probes) for one in settings]
             best = max(range(len(settings)), key=lambda i: (probes[i].score.value, -i))
-            chosen = settings[best]
-        elif len(settings) > 1:
-            raise UsageError("fixed alphas are for methods with one setting.")
-        grid = self.search.alphas if alphas is None else alphas
-        curve = self._curve(support, chosen.make, grid, self.search.wider if alphas is None else ())
-        if len(settings) > 1 and probes[best].score.value > curve.score.value:
-            curve = Curve({**curve.points, **probes[best].points}, curve.notes)
+            chosen, known = settings[best], probes[best].points
+        curve = self._curve(support, chosen.make, self.search.alphas, self.search.wider, known)
         return Choice(chosen, curve.best, curve, curve.notes)
 
     def _curve(
@@ -223,24 +223,25 @@ class Arena:
         support: Support,
         make: Callable[[View], TaskVector],
         grid: Sequence[float],
-        wider: Sequence[float],
+        wider: Sequence[float] = (),
+        known: Mapping[float, Score] | None = None,
     ) -> Curve:
+        """Scores on the grid, then one wider alpha after the other while the best is not left behind."""
         views = support.views()
-        points = {0.0: support.untouched()}
-        # With one view the dial is kept; folds are revisited, so that one masked vector is alive at a time.
-        rungs = [sorted(grid), *([alpha] for alpha in wider if alpha > max(grid))]
+        points = {0.0: support.untouched(), **(known or {})}
+        # One view keeps its masked vector; folds are revisited, so that one vector is alive at a time.
         only = make(views[0]) if len(views) == 1 else None
-        widened = False
-        for number, rung in enumerate(rungs):
-            curve = Curve(points)
-            if number and curve.best != max(points):
+        edge = max(grid)
+        rungs = [sorted(grid), *([alpha] for alpha in sorted(wider) if alpha > edge)]
+        for before, rung in zip([None, *rungs], rungs, strict=False):
+            if before is not None and Curve(points).best < before[-1]:
                 break
-            widened = number > 0
-            parts = [self._along(view, only or make(view), rung, points) for view in views]
-            for alpha in rung:
+            missing = [alpha for alpha in rung if alpha not in points]
+            parts = [self._along(view, only or make(view), missing, points) for view in views if missing]
+            for alpha in missing:
                 if all(alpha in part for part in parts):
                     points[alpha] = sum((part[alpha] for part in parts[1:]), parts[0][alpha])
-        return Curve(points, _curve_notes(Curve(points), widened, max(grid)))
+        return Curve(points, _curve_notes(Curve(points), edge if wider else None))
 
     def _along(
         self, view: View, update: TaskVector, alphas: Sequence[float], known: Mapping[float, Score]
@@ -261,12 +262,12 @@ class Arena:
         return out
 
 
-def _curve_notes(curve: Curve, widened: bool, edge: float) -> tuple[str, ...]:
+def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:
     best = curve.best
     if curve.score.loss != curve.score.loss:
         raise UnsafeResult("no alpha gives a finite loss; the update or the model is not finite.")
     notes = []
-    if widened:
+    if edge is not None and best >= edge and max(curve.points) > edge:
         notes.append(
             f"the best alpha lay at the edge {edge:g}, so the grid was widened to {max(curve.points):g}"
         )

@@ -5,13 +5,14 @@ set and at what `Arena.choose` measures; it never sees the test split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gradfix.arena import Arena, restored
 from gradfix.costs import Work
@@ -270,18 +271,25 @@ def _pooled(arena: Arena, support: Support, make: Callable[[View], TaskVector]) 
 
 def _polish(arena: Arena, support: Support, start: Callable[[View], TaskVector] | None) -> Outcome:
     """Few-shot fine-tuning from the target, or from the target plus `start`; rate and steps are chosen."""
-    search, notes = arena.search, []
+    search, views = arena.search, support.views()
     untouched = support.untouched() if start is None else _pooled(arena, support, start)
     scores: dict[tuple[float, int], Score] = {(0.0, 0): untouched}
+    update, notes = None, []
     for rate in search.rates:
+        found: dict[int, Score] = {}
         try:
-            found = [dict(_path(arena, support, view, rate, start)) for view in support.views()]
+            for view in views:
+                for steps, score, before in _path(arena, support, view, rate, start):
+                    found[steps] = found[steps] + score if steps in found else score
+                    if len(views) == 1 and score.value > max(known.value for known in scores.values()):
+                        update = _moved(arena, before)
+                    if len(views) == 1:
+                        scores[rate, steps] = score
         except DataError as error:
             notes.append(str(error))
             continue
-        for steps in search.steps:
-            scores[rate, steps] = sum((part[steps] for part in found[1:]), found[0][steps])
-    rate, steps = max(scores, key=lambda knobs: (scores[knobs].value, -knobs[1], -knobs[0]))
+        scores.update({(rate, steps): score for steps, score in found.items()})
+    rate, steps = max(scores, key=lambda knobs: scores[knobs].value)  # of equals the first tried
     parts: dict[str, Any] = {"rate": rate, "steps": steps}
     if (rate, steps) == (max(search.rates), max(search.steps)):
         notes.append("the largest rate and step count tried were best: a wider search may do better")
@@ -289,24 +297,30 @@ def _polish(arena: Arena, support: Support, start: Callable[[View], TaskVector] 
         notes.append("no step scored best: fine-tuning on these examples does not help")
         update = start(support.whole) if start is not None else None
         return Outcome(update, float(update is not None), score=untouched, notes=tuple(notes), parts=parts)
-    update = _tuned(arena, support, support.whole, rate, steps, batch=search.step_batch, start=start)
+    if update is None:  # folds chose the knobs; the whole set now makes the update
+        update = _tuned(arena, support, support.whole, rate, steps, batch=search.step_batch, start=start)
     return Outcome(update, 1.0, score=scores[rate, steps], notes=tuple(notes), parts=parts)
 
 
 def _path(
     arena: Arena, support: Support, view: View, rate: float, start: Callable[[View], TaskVector] | None
-) -> Iterator[tuple[int, Score]]:
+) -> Iterator[tuple[int, Score, dict[str, Tensor]]]:
+    """Steps done, the score there and the untouched weights; the model is the trained one meanwhile."""
     search = arena.search
-    with restored(arena.model):
+    with restored(arena.model) as before:
         if start is not None:
             apply(arena.model, start(view))
         done = Work()
         for steps, work in tune(
             arena.bound, view.fit, rate=rate, stops=search.steps, batch=search.step_batch, seed=support.seed
         ):
-            yield steps, arena.score(view.held)
+            yield steps, arena.score(view.held), before
             done = work
         arena.bill.own += done
+
+
+def _moved(arena: Arena, before: Mapping[str, Tensor]) -> TaskVector:
+    return TaskVector({name: p.detach() - before[name] for name, p in arena.model.named_parameters()})
 
 
 def _tuned(
@@ -325,4 +339,4 @@ def _tuned(
             apply(arena.model, start(view))
         for _, work in tune(arena.bound, view.fit, rate=rate, stops=[steps], batch=batch, seed=support.seed):
             arena.bill.own += work
-        return TaskVector({n: p.detach() - before[n] for n, p in arena.model.named_parameters()})
+        return _moved(arena, before)
