@@ -1,0 +1,203 @@
+"""The recipe that `--method best` runs: find how far to go along the task vector, then learn the rest from the teacher.
+
+The tuned old model comes with every transport and is an excellent judge of the task's inputs. It answers inputs
+made from the few-shot examples (or real unlabelled ones), and the target is brought to the same answers in a few
+dozen steps that start where the task vector leads. Nothing is chosen by labels, so no validation
+set is needed; with one, its inputs are asked about too, and its labels veto a result that is worse than none."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradfix.costs import Work
+from gradfix.distil import (
+    Batch,
+    Lesson,
+    Recipe,
+    answers,
+    distil,
+    join,
+    take,
+    typical_size,
+    unbiased_divergence,
+)
+from gradfix.errors import DataError, UsageError
+from gradfix.remix import remix
+from gradfix.scale import dialled
+from gradfix.tasks.base import Bound, Example
+from gradfix.taskvector import TaskVector
+
+if TYPE_CHECKING:
+    from gradfix.arena import Arena
+    from gradfix.methods import Outcome
+    from gradfix.searching import Score
+    from gradfix.support import Support
+
+ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+PATIENCE = 2  # alphas in a row without a new best that end the walk
+ENOUGH = 320  # real unlabelled inputs that need no made-up ones beside them
+
+
+@dataclass(frozen=True)
+class Best:
+    """`target + update` is the result; `alpha` is where along the task vector the polish began.
+
+    `verdict`: "transported", or "taught" where the vector did not help and the steps began at the target."""
+
+    update: TaskVector
+    verdict: str
+    alpha: float
+    parts: dict[str, Any] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+    seconds: float = 0.0
+
+
+def best(
+    bound: Bound,
+    tau: TaskVector,
+    examples: Sequence[Example],
+    *,
+    teacher: Bound | None = None,
+    unlabelled: Sequence[Example] | None = None,
+    recipe: Recipe | None = None,
+    seed: int = 0,
+) -> Best:
+    """One update for `bound.model`, which is left as it was.
+
+    `tau` speaks the module's names. `teacher` is the tuned old model with its own head; without one (or where
+    the task has no closed label set) alpha and polish look at the few-shot labels alone, which is weaker.
+    `unlabelled` examples may carry labels: they are not read."""
+    recipe, began = recipe or Recipe(), time.perf_counter()
+    if not examples:
+        raise DataError("the best recipe needs labelled examples; check the data and --shots.")
+    labelled = bound.collate(examples)
+    lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), recipe, seed)
+    alpha, curve = _start(bound, tau, labelled, lesson, recipe)
+    names = bound.trainable()
+    rate = recipe.rate * typical_size(tau, names)
+    if not rate:
+        raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
+    with dialled(bound.model, tau) as dial:
+        before = {name: p.detach().clone() for name, p in bound.model.named_parameters()}
+        dial.turn(alpha)
+        try:
+            passes = distil(bound, labelled, lesson, rate, recipe, seed)
+            update = {name: p.detach() - before[name] for name, p in bound.model.named_parameters()}
+        finally:
+            _put_back(bound, before)
+    tried = len(curve) * (min(recipe.probes, len(lesson)) + min(recipe.labelled, len(examples)))
+    work = Work(forward=passes + asked + tried, backward=passes, steps=recipe.steps, vectors=len(curve))
+    parts = {"start_alpha": alpha, "start_curve": curve, "rate": rate, "steps": recipe.steps, "asked": asked}
+    verdict = "transported" if alpha else "taught"
+    return Best(TaskVector(update), verdict, alpha, parts, work, time.perf_counter() - began)
+
+
+def _put_back(bound: Bound, before: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in bound.model.named_parameters():
+            parameter.copy_(before[name])
+
+
+def _lesson(
+    bound: Bound,
+    teacher: Bound | None,
+    examples: Sequence[Example],
+    unlabelled: Sequence[Example],
+    recipe: Recipe,
+    seed: int,
+) -> tuple[Lesson, int]:
+    """Inputs and the teacher's answers; and how many samples the teacher was asked about.
+
+    Each side reads the examples with its own transform, and the same draws make the same remixes of both."""
+    if teacher is None:
+        return Lesson({}, torch.empty(0)), 0
+    order = torch.randperm(len(unlabelled), generator=torch.Generator().manual_seed(seed)).tolist()
+    real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
+    sides = []
+    for side in (bound, teacher):
+        inputs: Batch = {}
+        if real:
+            inputs = _without_labels(side.collate(real))
+        if len(real) < ENOUGH:
+            source = side.collate([*examples, *real])
+            made = remix(source, recipe.pool - len(real), seed, _vocabulary(side))
+            inputs = join(inputs, made) if inputs else made
+        sides.append(inputs)
+    return Lesson(sides[0], answers(teacher, sides[1])), len(next(iter(sides[1].values())))
+
+
+def _without_labels(batch: Batch) -> Batch:
+    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
+def _vocabulary(bound: Bound) -> int | None:
+    table = getattr(bound.model, "get_input_embeddings", lambda: None)()
+    return getattr(table, "num_embeddings", None)
+
+
+def _start(
+    bound: Bound, tau: TaskVector, labelled: Batch, lesson: Lesson, recipe: Recipe
+) -> tuple[float, list[tuple[float, float]]]:
+    """The alpha at which the target's answers follow the teacher's best, a constant per class aside.
+
+    Without a teacher: the alpha of the lowest few-shot loss."""
+    rows = torch.arange(min(recipe.probes, len(lesson)))
+    few = torch.arange(min(recipe.labelled, len(labelled["labels"])))
+    probe = lesson.take(rows) if len(lesson) else None
+    curve: list[tuple[float, float]] = []
+    with dialled(bound.model, tau) as dial:
+        for alpha in ALPHAS:
+            dial.turn(alpha)
+            if probe is not None:
+                value = unbiased_divergence(answers(bound, probe.inputs), probe.answers)
+            else:
+                with torch.no_grad():
+                    value = float(bound.loss(bound.model, take(labelled, few)).mean())
+            curve.append((alpha, float("inf") if math.isnan(value) else value))
+            lowest = min(range(len(curve)), key=lambda i: curve[i][1])
+            if len(curve) - 1 - lowest >= PATIENCE:
+                break
+    return min(curve, key=lambda point: point[1])[0], curve
+
+
+def best_outcome(arena: Arena, support: Support) -> Outcome:
+    """`best` as a method of `compare`.
+
+    In the few-shot regime its score for the verdict comes from folds; they choose nothing, so their passes
+    are not on the method's bill."""
+    from gradfix.methods import Outcome
+
+    extra = arena.unlabelled or (arena.validation if arena.regime == "validation" else None)
+
+    def run(examples: Sequence[Example]) -> Best:
+        return best(
+            arena.bound, arena.tau, examples, teacher=arena.teacher(), unlabelled=extra, seed=support.seed
+        )
+
+    found = run(support.examples)
+    arena.bill.own += found.work
+    if arena.regime == "validation":
+        score = _scored(arena, found.update, "validation")
+        if support.untouched().value > score.value:
+            return Outcome(None, 0.0, score=support.untouched(), notes=("the target as it is scored best",))
+    else:
+        began, bill = time.perf_counter(), arena.bill.own
+        parts = [_scored(arena, run(view.fit).update, view.held) for view in support.views()]
+        score = sum(parts[1:], parts[0])
+        arena.bill.own = bill
+        arena.bill.away += time.perf_counter() - began
+    notes = () if found.alpha else ("the task vector did not help: taught from the target's own weights",)
+    return Outcome(found.update, 1.0, score=score, notes=notes, parts=found.parts)
+
+
+def _scored(arena: Arena, update: TaskVector, name: str) -> Score:
+    with dialled(arena.model, update) as dial:
+        dial.turn(1.0)
+        return arena.score(name)

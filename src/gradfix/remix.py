@@ -1,0 +1,133 @@
+"""Inputs without labels, made from a few real ones: what a teacher can be asked about.
+
+Works on collated batches, so it needs no knowledge of words or pictures. Token sequences are spliced from
+two inputs and partly replaced by random tokens; real-valued inputs (images) are blended or patched together and
+moved a little. The result is not meant to be natural: it only has to lie near the data, because the
+teacher, not a person, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+Batch = Mapping[str, Tensor]
+
+REPLACED = 0.5  # at most this share of a sequence's tokens is random
+SHIFT = 0.1  # an image moves by at most this share of its height and width
+
+
+def remix(batch: Batch, count: int, seed: int, vocabulary: int | None = None) -> dict[str, Tensor]:
+    """`count` new inputs from the inputs of a batch; "labels" are dropped.
+
+    Equal batches and seeds give equal results. `vocabulary` is the number of token ids that may be drawn;
+    without it replaced tokens come from the batch itself. Batches of unknown make-up are resampled."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    if "input_ids" in inputs:
+        return _splice(inputs, count, generator, vocabulary)
+    rows = len(next(iter(inputs.values())))
+    pairs = torch.randint(rows, (2, count), generator=generator)
+    return {name: _combine(tensor, pairs, generator) for name, tensor in inputs.items()}
+
+
+def _splice(
+    inputs: dict[str, Tensor], count: int, generator: torch.Generator, vocabulary: int | None
+) -> dict[str, Tensor]:
+    """A piece of one sequence, then a piece of another, between the tokens that all sequences share."""
+    device = inputs["input_ids"].device
+    ids = inputs["input_ids"].cpu()
+    mask = (
+        inputs["attention_mask"].cpu().bool() if "attention_mask" in inputs else torch.ones_like(ids).bool()
+    )
+    texts = [row[seen] for row, seen in zip(ids, mask, strict=True)]
+    head, tail = _common(texts), _common([text.flip(0) for text in texts])
+    bodies = [text[head : len(text) - tail] for text in texts]
+    bodies = [body for body in bodies if len(body)]
+    if not bodies:
+        bodies, head, tail = texts, 0, 0
+    special = torch.cat([texts[0][:head], texts[0][len(texts[0]) - tail :]])
+    bag = torch.cat(bodies)
+    if vocabulary is not None:
+        bag = torch.arange(vocabulary)
+        bag = bag[~torch.isin(bag, torch.cat([special, ids[~mask].unique()]))]
+    room = ids.shape[1] - head - tail
+    made = []
+    for _ in range(count):
+        body = torch.cat([_piece(bodies, generator), _piece(bodies, generator)])[:room]
+        share = REPLACED * torch.rand(1, generator=generator)
+        swapped = torch.rand(len(body), generator=generator) < share
+        drawn = bag[torch.randint(len(bag), (len(body),), generator=generator)]
+        body = torch.where(swapped, drawn, body)
+        made.append(torch.cat([texts[0][:head], body, texts[0][len(texts[0]) - tail :]]))
+    pad = int(ids[~mask][0]) if bool((~mask).any()) else 0
+    width = max(map(len, made))
+    out = torch.full((count, width), pad, dtype=ids.dtype)
+    seen = torch.zeros((count, width), dtype=torch.long)
+    for row, text in enumerate(made):
+        out[row, : len(text)] = text
+        seen[row, : len(text)] = 1
+    result = {"input_ids": out.to(device), "attention_mask": seen.to(device)}
+    if "token_type_ids" in inputs:
+        result["token_type_ids"] = torch.zeros_like(result["input_ids"])
+    return result
+
+
+def _common(texts: list[Tensor]) -> int:
+    """How many leading tokens all texts share, leaving at least one token to each."""
+    if len(texts) < 2:
+        return 0
+    shortest = min(map(len, texts))
+    for place in range(shortest):
+        if len({int(text[place]) for text in texts}) > 1:
+            return min(place, max(shortest - 1, 0))
+    return max(shortest - 1, 0)
+
+
+def _piece(bodies: list[Tensor], generator: torch.Generator) -> Tensor:
+    body = bodies[int(torch.randint(len(bodies), (), generator=generator))]
+    length = 1 + int(torch.randint(len(body), (), generator=generator))
+    start = int(torch.randint(len(body) - length + 1, (), generator=generator))
+    return body[start : start + length]
+
+
+def _combine(tensor: Tensor, pairs: Tensor, generator: torch.Generator) -> Tensor:
+    first, second = (tensor[rows.to(tensor.device)] for rows in pairs)
+    count = len(first)
+    blend = torch.rand(count, generator=generator)
+    patched = torch.rand(count, generator=generator) < 0.5
+    corner, moves = torch.rand(count, 2, generator=generator), torch.rand(count, 2, generator=generator)
+    if not tensor.is_floating_point():
+        return first
+    if tensor.dim() == 4:
+        first, second = _moved(first, moves), _moved(second, 1 - moves)
+        patch = _patches(blend, corner, first.shape[-2:]).unsqueeze(1).to(tensor.device)
+        weight = torch.where(patched[:, None, None, None].to(tensor.device), patch, _like(blend, first))
+    else:
+        weight = _like(blend, first)
+    return first * weight + second * (1 - weight)
+
+
+def _like(blend: Tensor, images: Tensor) -> Tensor:
+    return blend.reshape(-1, *(1,) * (images.dim() - 1)).to(images)
+
+
+def _moved(images: Tensor, moves: Tensor) -> Tensor:
+    """Each image shifted by its own whole number of pixels; what leaves on one side is repeated on the other's edge."""
+    height, width = images.shape[-2:]
+    shifts = ((moves * 2 - 1) * SHIFT * torch.tensor([height, width])).round().long().to(images.device)
+    rows = (torch.arange(height, device=images.device) - shifts[:, :1]).clamp(0, height - 1)
+    columns = (torch.arange(width, device=images.device) - shifts[:, 1:]).clamp(0, width - 1)
+    samples = torch.arange(len(images), device=images.device)[:, None, None, None]
+    channels = torch.arange(images.shape[1], device=images.device)[None, :, None, None]
+    return images[samples, channels, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _patches(area: Tensor, corner: Tensor, shape: torch.Size) -> Tensor:
+    """1 inside a random rectangle that covers the given share of the image, 0 outside."""
+    side = area.sqrt()[:, None]
+    low = corner * (1 - side)
+    grids = [(torch.arange(size) + 0.5) / size for size in shape]
+    inside = [(grid >= low[:, i : i + 1]) & (grid < low[:, i : i + 1] + side) for i, grid in enumerate(grids)]
+    return (inside[0][:, :, None] & inside[1][:, None, :]).float()
