@@ -92,7 +92,8 @@ def best(
             update = {name: p.detach() - before[name] for name, p in bound.model.named_parameters()}
         finally:
             _put_back(bound, before)
-    tried = len(curve) * (min(recipe.probes, len(lesson)) + min(recipe.labelled, len(examples)))
+    probed = min(recipe.probes, len(lesson)) or min(recipe.labelled, len(examples))
+    tried = len(curve) * probed
     work = Work(forward=passes + asked + tried, backward=passes, steps=recipe.steps, vectors=len(curve))
     parts = {"start_alpha": alpha, "start_curve": curve, "rate": rate, "steps": recipe.steps, "asked": asked}
     verdict = "transported" if alpha else "taught"

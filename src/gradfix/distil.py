@@ -27,10 +27,10 @@ class Recipe:
     `rate` is in units of the task vector's typical size per weight, so it fits models of any width.
     `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about."""
 
-    steps: int = 32
+    steps: int = 30
     rate: float = 0.2
     labelled: int = 16
-    unlabelled: int = 40
+    unlabelled: int = 44
     pool: int = 640
     temperature: float = 2.0
     prior: float = 16.0
@@ -65,7 +65,7 @@ def take(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def answers(bound: Bound, batch: Batch, size: int = 64) -> Tensor:
+def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
     """The model's logits, in pieces of similar length."""
     count = len(next(iter(batch.values())))
     order = torch.arange(count)

@@ -1,0 +1,222 @@
+"""The best recipe: what it promises, on models small enough to train in a moment."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradfix.arena import restored
+from gradfix.best import Best, best
+from gradfix.comparison import compare
+from gradfix.distil import (
+    Lesson,
+    Recipe,
+    answers,
+    distil,
+    divergence,
+    join,
+    typical_size,
+    unbiased_divergence,
+)
+from gradfix.errors import DataError, UsageError
+from gradfix.remix import remix
+from gradfix.tasks.base import Bound
+from gradfix.taskvector import TaskVector
+from gradfix.teacher import teacher_of
+from gradfix.transported import apply
+from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
+
+
+@pytest.fixture(scope="module")
+def pair() -> dict[str, Any]:
+    return setting()
+
+
+def of(pair: dict[str, Any], **options: Any) -> Best:
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    options = {"teacher": NumbersBound(pair["tuned"]), "seed": 3, **options}
+    return best(pair["target"], tau, rows(6, 40, 0.7), **options)
+
+
+def accuracy(bound: Bound, update: TaskVector | None = None) -> float:
+    batch = bound.collate(rows(300, 9, 0.7))
+    with restored(bound.model), torch.no_grad():
+        if update is not None:
+            apply(bound.model, update)
+        return float((bound.predict(bound.model, batch) == batch["labels"]).float().mean())
+
+
+def test_it_beats_the_target_and_few_shot_labels_alone(pair: dict[str, Any]) -> None:
+    taught, alone = of(pair), of(pair, teacher=None)
+    assert accuracy(pair["target"], taught.update) > accuracy(pair["target"]) + 0.1
+    assert accuracy(pair["target"], taught.update) >= accuracy(pair["target"], alone.update)
+
+
+def test_the_model_is_left_as_it_was(pair: dict[str, Any]) -> None:
+    model = pair["target"].model
+    model.train()
+    before, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    of(pair)
+    assert model.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+
+
+def test_equal_seeds_give_equal_updates(pair: dict[str, Any]) -> None:
+    first, second = of(pair), of(pair)
+    assert all(torch.equal(first.update[name], second.update[name]) for name in first.update)
+    assert any(not torch.equal(first.update[n], t) for n, t in of(pair, seed=4).update.items())
+
+
+def test_labels_of_unlabelled_examples_are_not_read(pair: dict[str, Any]) -> None:
+    honest = rows(60, 12, 0.7)
+    lying = [{**row, "label": LABELS[0]} for row in honest]
+    bare = [{"text": row["text"]} for row in honest]
+    updates = [of(pair, unlabelled=given).update for given in (honest, lying, bare)]
+    for other in updates[1:]:
+        assert all(torch.equal(updates[0][name], other[name]) for name in other)
+
+
+def test_a_vector_that_only_hurts_is_not_followed(pair: dict[str, Any]) -> None:
+    tau = -TaskVector.between(pair["base"], pair["tuned"])
+    found = best(pair["target"], tau, rows(6, 40, 0.7), teacher=NumbersBound(pair["tuned"]))
+    assert found.alpha == 0
+    assert found.verdict == "taught"
+    assert accuracy(pair["target"], found.update) > accuracy(pair["target"])
+
+
+def test_a_vector_of_zeros_is_an_error(pair: dict[str, Any]) -> None:
+    tau = TaskVector.between(pair["base"], pair["tuned"]) * 0.0
+    with pytest.raises(UsageError, match="nothing to transport"):
+        best(pair["target"], tau, rows(6, 40, 0.7), teacher=NumbersBound(pair["tuned"]))
+
+
+def test_no_examples_is_an_error(pair: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="--shots"):
+        best(pair["target"], TaskVector.between(pair["base"], pair["tuned"]), [])
+
+
+def test_the_bill_counts_every_sample(pair: dict[str, Any]) -> None:
+    recipe = Recipe(steps=5, pool=50, probes=8)
+    found = of(pair, recipe=recipe)
+    passes = 5 * (6 + 44)
+    assert found.work.backward == passes
+    assert found.work.forward == passes + 50 + len(found.parts["start_curve"]) * 8
+    assert found.work.steps == 5
+
+
+@pytest.mark.parametrize("validation", ["auto", "none"])
+def test_compare_runs_it_in_both_regimes(pair: dict[str, Any], validation: str) -> None:
+    results = compare(
+        **pair, methods=["zero_shot", "naive", "best"], shots=[4], seeds=[0], validation=validation
+    )
+    rows_ = {row["method"]: row for row in results.rows}
+    assert rows_["best"]["accuracy"] >= rows_["zero_shot"]["accuracy"]
+    assert rows_["best"]["validation_score"] is not None
+
+
+def test_the_teacher_is_base_plus_vector(pair: dict[str, Any]) -> None:
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    teacher = teacher_of(pair["target"], pair["base"], tau)
+    assert teacher is not None
+    for name, parameter in pair["tuned"].named_parameters():
+        torch.testing.assert_close(dict(teacher.model.named_parameters())[name], parameter)
+
+
+def test_a_task_without_a_label_set_has_no_teacher(pair: dict[str, Any]) -> None:
+    class Open(NumbersBound):
+        logits = Bound.logits
+
+    assert teacher_of(Open(pair["target"].model), pair["base"], TaskVector({})) is None
+
+
+@given(st.integers(0, 5), st.lists(st.floats(-3, 3), min_size=3, max_size=3))
+def test_a_constant_per_class_does_not_count(seed: int, constant: list[float]) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    teacher, student = torch.randn(2, 20, 3, generator=generator, dtype=torch.float64)
+    moved = student + torch.tensor(constant, dtype=torch.float64)
+    assert unbiased_divergence(moved, teacher) == pytest.approx(
+        unbiased_divergence(student, teacher), abs=1e-9
+    )
+    assert unbiased_divergence(teacher + 1.5, teacher) == pytest.approx(0, abs=1e-12)
+
+
+def test_divergence_is_the_textbook_one() -> None:
+    student, teacher = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    p, q = (teacher / 3).softmax(-1), (student / 3).softmax(-1)
+    torch.testing.assert_close(divergence(student, teacher, 3.0), 9 * (p * (p / q).log()).sum(-1))
+
+
+def test_without_a_lesson_it_is_plain_fine_tuning(pair: dict[str, Any]) -> None:
+    bound = NumbersBound(trained(pair["target"].model, rows(6, 1, 0.7), 0, 0.01))
+    labelled = bound.collate(rows(6, 40, 0.7))
+    start = float(bound.loss(bound.model, labelled).detach().mean())
+    distil(bound, labelled, Lesson({}, torch.empty(0)), 0.01, Recipe(), seed=0)
+    assert float(bound.loss(bound.model, labelled).detach().mean()) < start
+
+
+def test_answers_come_in_the_order_of_the_inputs() -> None:
+    class Lengths(NumbersBound):
+        def logits(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return (batch["input_ids"] * batch["attention_mask"]).sum(1, keepdim=True).float()
+
+    mask = (torch.arange(9) < torch.tensor([[4], [9], [1], [6]])).long()
+    ids = torch.arange(36).reshape(4, 9)
+    found = answers(Lengths(network(0)), {"input_ids": ids, "attention_mask": mask}, size=2)
+    assert found[:, 0].tolist() == (ids * mask).sum(1).tolist()
+
+
+def sentences() -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[101, 7, 8, 9, 102, 0], [101, 5, 6, 102, 0, 0], [101, 11, 12, 13, 14, 102]])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.zeros(3).long()}
+
+
+@given(st.integers(0, 50))
+def test_spliced_texts_keep_their_frame(seed: int) -> None:
+    made = remix(sentences(), 8, seed, vocabulary=200)
+    assert "labels" not in made
+    for ids, mask in zip(made["input_ids"], made["attention_mask"], strict=True):
+        text = ids[mask.bool()].tolist()
+        assert (text[0], text[-1]) == (101, 102)
+        assert not {0, 101, 102} & set(text[1:-1])
+        assert 3 <= len(text) <= 6
+        assert not ids[~mask.bool()].any()
+
+
+def test_without_a_vocabulary_tokens_come_from_the_texts() -> None:
+    made = remix(sentences(), 30, 0)["input_ids"]
+    assert set(made.unique().tolist()) <= set(sentences()["input_ids"].unique().tolist())
+
+
+@given(st.integers(0, 20))
+def test_images_stay_within_the_range_of_the_originals(seed: int) -> None:
+    images = torch.rand(4, 3, 8, 6, generator=torch.Generator().manual_seed(seed))
+    made = remix({"pixel_values": images, "labels": torch.zeros(4)}, 7, seed)["pixel_values"]
+    assert made.shape == (7, 3, 8, 6)
+    assert images.min() - 1e-6 <= made.min() and made.max() <= images.max() + 1e-6
+    twice = remix({"pixel_values": images * 2 + 1}, 7, seed)["pixel_values"]
+    torch.testing.assert_close(twice, made * 2 + 1)  # both sides' normalisations see the same picture
+
+
+def test_joined_batches_are_masked_where_they_were_padded() -> None:
+    one = {
+        "input_ids": torch.ones(2, 3).long(),
+        "attention_mask": torch.ones(2, 3).long(),
+        "labels": torch.zeros(2),
+    }
+    two = {"input_ids": torch.ones(1, 5).long(), "attention_mask": torch.ones(1, 5).long()}
+    joined = join(one, two)
+    assert joined["attention_mask"].sum(1).tolist() == [3, 3, 5]
+    assert set(joined) == {"input_ids", "attention_mask"}
+
+
+def test_typical_size_ignores_silent_tensors() -> None:
+    vector = {"a": torch.full((4,), 2.0), "b": torch.zeros(9), "c": torch.full((2,), -3.0)}
+    assert typical_size(vector, ["a", "b"]) == 2.0
+    assert typical_size(vector, ["b"]) == 0.0
