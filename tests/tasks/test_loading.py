@@ -108,6 +108,43 @@ def test_damaged_folders_give_one_line(tmp_path: Path) -> None:
         TASKS["seq2seq"](TEXT_PROMPTS).open(weights)
 
 
+def test_an_adapter_is_worn_by_its_base_as_peft_does_it(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = save_tiny("llama", tmp_path / "base")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])
+    )
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    rows = [{"prompt": "a good film", "completion": "so it is"}]
+    task = TASKS["causal"]()
+    plain, named = task.open(base), task.open(tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": None})
+    )
+    given = task.open(tmp_path / "adapter", head_from=base)
+    batch = plain.collate(rows)
+    with torch.no_grad():
+        expected = plain.loss(theirs.merge_and_unload(), batch)
+        assert not torch.allclose(plain.loss(plain.model, batch), expected)
+        for bound in (named, given):
+            torch.testing.assert_close(bound.loss(bound.model, batch), expected)
+    with pytest.raises(UsageError, match="does not name its base"):
+        task.open(tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": str(tmp_path / "adapter")})
+    )
+    with pytest.raises(UsageError, match="cannot be the base"):
+        task.open(tmp_path / "adapter")
+
+
 def test_code_in_a_checkpoint_never_runs_unasked(tmp_path: Path) -> None:
     folder = save_tiny("bert", tmp_path / "model")
     canary = tmp_path / "canary"

@@ -25,12 +25,12 @@ def few_shot(
 ) -> list[int]:
     """Indices of `per_class` examples of every label; rows without labels count as one class.
 
-    `labels` names the classes that must be there; by default those of the examples."""
+    `labels` names the classes that must be there; by default (or when empty) those of the examples."""
     if per_class < 1:
         raise UsageError(f"{per_class} examples per class is no few-shot set; give 1 or more.")
     groups = _by_label(examples)
     picked: list[int] = []
-    for label in labels if labels is not None else groups:
+    for label in labels or groups:
         members = groups.get(label, [])
         if not members or (len(members) < per_class and not allow_fewer):
             raise DataError(

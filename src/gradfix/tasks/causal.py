@@ -19,7 +19,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task, label_indices
 from gradfix.tasks.inputs import longest, pad, where
-from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, model_folder
+from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate
 from gradfix.tasks.seq2seq import LOSSES, spelled_labels
 from gradfix.votes.collect import left_as_it_was
 
@@ -253,17 +253,17 @@ class Causal(Task):
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
     ) -> CausalBound:
-        """Load a model; `head_from` changes nothing here, the answers come from the model's own words."""
+        """Load a model. Its answers are its own words; `head_from` is only the base of a LoRA adapter."""
         from transformers import AutoModelForCausalLM
 
-        folder = model_folder(source)
-        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        home = locate(source, head_from)
+        tokenizer = load_tokenizer(home.folder, trust_remote_code=self.trust_remote_code)
         loaded = load_pretrained(
-            AutoModelForCausalLM, folder, dtype, device, trust_remote_code=self.trust_remote_code
+            AutoModelForCausalLM, home, dtype, device, trust_remote_code=self.trust_remote_code
         )
         length = longest(self.max_length, tokenizer, loaded.model.config)
         bound = CausalBound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
-        bound.source, bound.notes = folder, loaded.notes
+        bound.source, bound.notes = home.adapter or home.folder, loaded.notes
         return bound
 
 

@@ -21,12 +21,13 @@ from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, Usa
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
 from gradfix.tasks.inputs import column, longest, tokenise
 from gradfix.tasks.loading import (
+    Home,
     Loaded,
     freeze_all_but,
     load_image_processor,
     load_partly,
     load_tokenizer,
-    model_folder,
+    locate,
     quiet_transformers,
     read_json,
 )
@@ -61,18 +62,18 @@ class HuggingFaceClassifier(Classifier):
     """Text or images through transformers' own classes."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: str | torch.device, options: HeadOptions, images: bool
+        self, home: Home, dtype: torch.dtype, device: str | torch.device, options: HeadOptions, images: bool
     ) -> None:
         from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
         self.images = images
         auto = AutoModelForImageClassification if images else AutoModelForSequenceClassification
-        self.model, self.notes, self.added_head = load_with_head(auto, folder, dtype, device, options)
+        self.model, self.notes, self.added_head = load_with_head(auto, home, dtype, device, options)
         config = self.model.config
         if images:
-            self.processor = load_image_processor(folder, trust_remote_code=options.trust_remote_code)
+            self.processor = load_image_processor(home.folder, trust_remote_code=options.trust_remote_code)
         else:
-            self.tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
+            self.tokenizer = load_tokenizer(home.folder, trust_remote_code=options.trust_remote_code)
             self.max_length = longest(options.max_length, self.tokenizer, config)
             if config.pad_token_id is None:
                 config.pad_token_id = (
@@ -123,43 +124,43 @@ class HeadOptions:
 
 
 def load_with_head(
-    auto: Any, folder: Path, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
+    auto: Any, home: Home, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
 ) -> tuple[Any, list[str], bool]:
     """The model, notes, and whether its head came from elsewhere: lent by `head_from`, or fresh from a seed."""
     trust = options.trust_remote_code
-    loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust)
+    loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust)
     if not loaded.missing:
         return loaded.model, loaded.notes, False
-    _refuse_gaps(folder, loaded)
+    _refuse_gaps(home, loaded)
     if options.head_from is not None:
-        lender = load_partly(auto, options.head_from, dtype, device, trust_remote_code=trust)
+        lender = load_partly(auto, locate(options.head_from), dtype, device, trust_remote_code=trust)
         if lender.missing:
             raise IncompatibleCheckpoints(
-                f"neither {folder} nor {options.head_from} has a classification head."
+                f"neither {home} nor {options.head_from} has a classification head."
             )
         names = lender.model.config.id2label
-        loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust, **_classes(names))
+        loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust, **_classes(names))
         _borrow(loaded, lender, options.head_from)
         return loaded.model, [*loaded.notes, f"the head is that of {options.head_from}"], True
     if options.new_head is None:
         raise IncompatibleCheckpoints(
-            f"{folder} has no classification head (no {loaded.missing[0]!r}). Give a checkpoint that has one "
+            f"{home} has no classification head (no {loaded.missing[0]!r}). Give a checkpoint that has one "
             "(head_from; for a transport --head copy), or ask for a new one to train (new_head, a seed)."
         )
     with torch.random.fork_rng():
         torch.manual_seed(options.new_head)
         names = dict(enumerate(options.labels))
-        loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust, **_classes(names))
+        loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust, **_classes(names))
     return loaded.model, [*loaded.notes, f"the head is new, drawn from seed {options.new_head}"], True
 
 
-def _refuse_gaps(folder: Path, loaded: Loaded) -> None:
+def _refuse_gaps(home: Home, loaded: Loaded) -> None:
     """A head may be missing; a part of the encoder may not."""
     prefix = f"{loaded.model.base_model_prefix}."
     inside = [n for n in loaded.missing if n.startswith(prefix) and not n.startswith(f"{prefix}pooler.")]
     if inside:
         raise CorruptInput(
-            f"{folder} lacks {len(inside)} tensors, first {inside[0]!r}. The file is incomplete or of another model."
+            f"{home} lacks {len(inside)} tensors, first {inside[0]!r}. The file is incomplete or of another model."
         )
 
 
@@ -257,25 +258,29 @@ class Classification(Task):
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
     ) -> ClassificationBound:
-        folder = model_folder(source)
-        lender = model_folder(head_from) if head_from is not None else None
+        home = locate(source, head_from)
+        lender = locate(head_from).folder if head_from is not None else None
         options = HeadOptions(
             list(self.labels), lender, self.new_head, self.max_length, self.trust_remote_code
         )
-        classifier = self._classifier(folder, dtype, device, options)
+        classifier = self._classifier(home, dtype, device, options)
         lent = classifier.added_head and lender is not None
-        return ClassificationBound(classifier, list(self.labels), self.freeze_head or lent, folder)
+        return ClassificationBound(
+            classifier, list(self.labels), self.freeze_head or lent, home.adapter or home.folder
+        )
 
     def _classifier(
-        self, folder: Path, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
+        self, home: Home, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
     ) -> Classifier:
-        config = read_json(folder / "config.json")
+        config = read_json(home.folder / "config.json")
         if "architecture" in config:
             from gradfix.tasks.timm_models import TimmClassifier
 
-            return TimmClassifier(folder, dtype, device)
+            if home.adapter is not None:
+                raise UsageError(f"{home.adapter}: adapters of timm models cannot be read; merge it first.")
+            return TimmClassifier(home.folder, dtype, device)
         with quiet_transformers():
             from transformers.models.auto.modeling_auto import (
                 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as IMAGE_MODELS,
             )
-        return HuggingFaceClassifier(folder, dtype, device, options, config.get("model_type") in IMAGE_MODELS)
+        return HuggingFaceClassifier(home, dtype, device, options, config.get("model_type") in IMAGE_MODELS)

@@ -18,6 +18,7 @@ from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Example
 from gradfix.tasks.inputs import column, longest, tokenise
 from gradfix.tasks.loading import (
+    Home,
     load_image_processor,
     load_pretrained,
     load_tokenizer,
@@ -60,7 +61,7 @@ class TextEncoder(Encoder):
 
     def __init__(
         self,
-        folder: Path,
+        home: Home,
         dtype: torch.dtype,
         device: str | torch.device,
         *,
@@ -73,14 +74,14 @@ class TextEncoder(Encoder):
         if pooling not in POOLINGS:
             raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
         self.pooling, self.scale = pooling, TEXT_SCALE
-        self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(home.folder, trust_remote_code=trust_remote_code)
         loaded = load_pretrained(
-            AutoModel, folder, dtype, device, optional=["pooler"], trust_remote_code=trust_remote_code
+            AutoModel, home, dtype, device, optional=["pooler"], trust_remote_code=trust_remote_code
         )
         self.model, self.notes = loaded.model, loaded.notes
         self.max_length = longest(max_length, self.tokenizer, self.model.config)
         if self.model.config.is_encoder_decoder:
-            raise UsageError(f"{folder} is an encoder-decoder; use --task seq2seq for it.")
+            raise UsageError(f"{home} is an encoder-decoder; use --task seq2seq for it.")
         names = {name for name, _ in self.model.named_parameters()}
         self._unused = {name for name in names if name.startswith("pooler.")}
 
@@ -111,7 +112,7 @@ class TwoTowers(Encoder):
 
     def __init__(
         self,
-        folder: Path,
+        home: Home,
         dtype: torch.dtype,
         device: str | torch.device,
         *,
@@ -120,9 +121,9 @@ class TwoTowers(Encoder):
     ) -> None:
         from transformers import AutoModel
 
-        self.tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        self.processor = load_image_processor(folder, trust_remote_code=trust_remote_code)
-        loaded = load_pretrained(AutoModel, folder, dtype, device, trust_remote_code=trust_remote_code)
+        self.tokenizer = load_tokenizer(home.folder, trust_remote_code=trust_remote_code)
+        self.processor = load_image_processor(home.folder, trust_remote_code=trust_remote_code)
+        loaded = load_pretrained(AutoModel, home, dtype, device, trust_remote_code=trust_remote_code)
         self.model, self.notes = loaded.model, loaded.notes
         positions = int(self.model.config.text_config.max_position_embeddings)
         self.max_length = min(max_length or positions, positions)

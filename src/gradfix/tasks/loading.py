@@ -17,9 +17,11 @@ import torch
 from torch import nn
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
+ADAPTER_CONFIG = "adapter_config.json"
 # What the loaders raise on damaged or foreign folders; anything else is a bug and should show as one.
 LOADER_ERRORS = (
     OSError,
@@ -33,12 +35,40 @@ LOADER_ERRORS = (
 )
 
 
-def model_folder(source: str | os.PathLike[str]) -> Path:
-    """The local folder of a checkpoint with a config in it."""
+@dataclass(frozen=True)
+class Home:
+    """Where a model's config, tokenizer and weights are; an adapter is put on the weights at loading."""
+
+    folder: Path
+    adapter: Path | None = None
+
+    def __str__(self) -> str:
+        return str(self.adapter or self.folder)
+
+
+def locate(source: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> Home:
+    """The local folder of a checkpoint; for a LoRA adapter that of `base`, or of the base it names."""
     path = resolve(source)
-    if path.is_dir():
-        return path
-    raise UsageError(f"{path} is a single file; this task needs the folder with its config and tokenizer.")
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} is a single file; this task needs the folder with its config and tokenizer."
+        )
+    if not (path / ADAPTER_CONFIG).is_file():
+        return Home(path)
+    named = base if base is not None and resolve(base) != path else _named_base(path)
+    folder = resolve(named)
+    if not folder.is_dir() or (folder / ADAPTER_CONFIG).is_file():
+        raise UsageError(
+            f"{folder} cannot be the base of the adapter {path}; give the folder of a full model."
+        )
+    return Home(folder, path)
+
+
+def _named_base(adapter: Path) -> str:
+    named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise UsageError(f"{adapter} is a LoRA adapter that does not name its base model; give the base too.")
+    return named
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -62,7 +92,7 @@ class Loaded:
 
 def load_pretrained(
     auto: Any,
-    folder: Path,
+    home: Home,
     dtype: torch.dtype,
     device: str | torch.device,
     *,
@@ -74,11 +104,11 @@ def load_pretrained(
 
     `optional` are submodules the task does not use: one whose tensors are missing is taken out of the model,
     so that the model's parameters are the checkpoint's tensors and no random weights."""
-    loaded = load_partly(auto, folder, dtype, device, trust_remote_code=trust_remote_code, **config)
+    loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust_remote_code, **config)
     needed = [name for name in loaded.missing if name.split(".")[0] not in optional]
     if needed:
         raise CorruptInput(
-            f"{folder} lacks {len(needed)} tensors, first {needed[0]!r}. The file is incomplete or of another model."
+            f"{home} lacks {len(needed)} tensors, first {needed[0]!r}. The file is incomplete or of another model."
         )
     for name in {name.split(".")[0] for name in loaded.missing}:
         setattr(loaded.model, name, None)
@@ -87,7 +117,7 @@ def load_pretrained(
 
 def load_partly(
     auto: Any,
-    folder: Path,
+    home: Home,
     dtype: torch.dtype,
     device: str | torch.device,
     *,
@@ -95,9 +125,9 @@ def load_partly(
     **config: Any,
 ) -> Loaded:
     """Load and say what is missing; the caller must fill or refuse it, because it is random now."""
-    open_checkpoint(
-        folder
-    )  # refuses shards outside the folder and damaged headers, which the loader would follow
+    folder = home.folder
+    # Refuses damaged headers, and shards outside the folder that the loader would follow.
+    open_checkpoint(folder)
     with quiet_transformers():
         try:
             model, info = auto.from_pretrained(
@@ -129,7 +159,27 @@ def load_partly(
     notes = [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the fast expert kernels know no float64
-    return Loaded(model.to(device).eval(), sorted(info["missing_keys"]), notes)
+    missing = set(info["missing_keys"]) - _wear(model, home)
+    return Loaded(model.to(device).eval(), sorted(missing), notes)
+
+
+def _wear(model: nn.Module, home: Home) -> set[str]:
+    """Put an adapter's merged weights into the model; the names it filled."""
+    if home.adapter is None:
+        return set()
+    merged = open_checkpoint(home.adapter, base=home.folder)
+    state = name_map(model, merged.names()).to_module(merged.state())
+    parameters = dict(model.named_parameters())
+    filled = parameters.keys() & state.keys()
+    with torch.no_grad():
+        for name in filled:
+            if state[name].shape != parameters[name].shape:
+                raise IncompatibleCheckpoints(
+                    f"{home.adapter}: tensor {name!r} is {tuple(state[name].shape)}, but the base's config "
+                    f"says {tuple(parameters[name].shape)}."
+                )
+            parameters[name].copy_(state[name])
+    return set(filled)
 
 
 def _why(folder: Path, error: BaseException) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from gradfix.errors import UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task, label_indices
 from gradfix.tasks.inputs import longest, pad, tokenise
-from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, model_folder
+from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate
 
 LOSSES = ("mean", "sum")
 SCORINGS = ("likelihood", "generate")
@@ -158,17 +157,17 @@ class Seq2Seq(Task):
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
     ) -> Seq2SeqBound:
-        """Load a model; `head_from` changes nothing here, the answers come from the model's own words."""
+        """Load a model. Its answers are its own words; `head_from` is only the base of a LoRA adapter."""
         from transformers import AutoModelForSeq2SeqLM
 
-        folder: Path = model_folder(source)
-        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        home = locate(source, head_from)
+        tokenizer = load_tokenizer(home.folder, trust_remote_code=self.trust_remote_code)
         loaded = load_pretrained(
-            AutoModelForSeq2SeqLM, folder, dtype, device, trust_remote_code=self.trust_remote_code
+            AutoModelForSeq2SeqLM, home, dtype, device, trust_remote_code=self.trust_remote_code
         )
         length = longest(self.max_length, tokenizer, loaded.model.config)
         bound = Seq2SeqBound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
-        bound.source, bound.notes = folder, loaded.notes
+        bound.source, bound.notes = home.adapter or home.folder, loaded.notes
         return bound
 
 

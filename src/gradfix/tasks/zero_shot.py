@@ -19,7 +19,7 @@ from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
 from gradfix.tasks.encoders import Encoder, TextEncoder, TwoTowers
-from gradfix.tasks.loading import freeze_all_but, model_folder, read_json
+from gradfix.tasks.loading import freeze_all_but, locate, read_json
 from gradfix.tasks.open_clip_models import OpenClip, is_open_clip, open_clip_source
 
 HEAD_FILE = "zero_shot_head.safetensors"
@@ -99,31 +99,36 @@ class ZeroShot(Task):
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
     ) -> ZeroShotBound:
-        encoder = self._encoder(source, dtype, device)
+        encoder = self._encoder(source, dtype, device, head_from)
         saved = _head_file(source)
         if saved is not None:
             head, scale, prompts = self._read_head(saved)
             bound = ZeroShotBound(encoder, head.to(device), prompts, scale)
         else:
-            other = self._encoder(head_from, dtype, device) if _another(head_from, source) else encoder
+            other = encoder
+            if head_from is not None and _local(head_from) != _local(source):
+                other = self._encoder(head_from, dtype, device)
             bound = ZeroShotBound(encoder, self._head(other), self.prompts, self.scale or other.scale)
         bound.source = _local(source)
         return bound
 
     def _encoder(
-        self, source: str | os.PathLike[str] | None, dtype: torch.dtype, device: str | torch.device
+        self,
+        source: str | os.PathLike[str],
+        dtype: torch.dtype,
+        device: str | torch.device,
+        base: str | os.PathLike[str] | None = None,
     ) -> Encoder:
-        assert source is not None
         path = resolve(source)
         if path.is_file() or is_open_clip(path):
             architecture, tag = open_clip_source(os.fspath(source), self.architecture)
             return OpenClip(path, dtype, device, architecture=architecture, tag=tag)
-        folder = model_folder(source)
-        config = read_json(folder / "config.json")
+        home = locate(source, base)
+        config = read_json(home.folder / "config.json")
         if "text_config" in config and "vision_config" in config:
-            return TwoTowers(folder, dtype, device, trust_remote_code=self.trust_remote_code)
+            return TwoTowers(home, dtype, device, trust_remote_code=self.trust_remote_code)
         return TextEncoder(
-            folder,
+            home,
             dtype,
             device,
             pooling=self.pooling,
@@ -197,7 +202,3 @@ def _head_file(source: str | os.PathLike[str]) -> Path | None:
 
 def _local(source: str | os.PathLike[str]) -> Path:
     return resolve(source)
-
-
-def _another(head_from: str | os.PathLike[str] | None, source: str | os.PathLike[str]) -> bool:
-    return head_from is not None and _local(head_from) != _local(source)
