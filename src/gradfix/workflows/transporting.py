@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,12 +27,13 @@ from gradfix.scale import ScaleCurve, average_curves, dialled, search_scale
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport, transport_checkpoint, write_update
 from gradfix.taskvector import TaskVector
-from gradfix.transported import transport
+from gradfix.tasks.base import Bound
+from gradfix.transported import apply, transport
 from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import TransportConfig
-from gradfix.workflows.setting import Setting, Shots, draw, setting
+from gradfix.workflows.setting import Setting, Shots, draw, read_data, setting
 from gradfix.workflows.voting import on_disk
 
 T = TypeVar("T")
@@ -91,10 +92,10 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     start = setting(config)
     stage("reading examples")
     shots = draw(start, config, config.validation, config.base)
-    if config.check:
-        stage("checking that the fine-tune beats its base")
-        _refuse_swapped(config, start, shots)
     checkpoints = {"base": base, "tuned": tuned, "target": target}
+    if config.check and not config.force:
+        stage("checking that the fine-tune beats its base")
+        _refuse_swapped(config, start, shots, checkpoints)
     return _Transport(config, start, shots, checkpoints, stage).run()
 
 
@@ -130,13 +131,24 @@ def _only(checkpoint: Checkpoint, names: list[str]) -> Checkpoint:
     return Part(checkpoint, names)
 
 
-def _refuse_swapped(config: TransportConfig, start: Setting, shots: Shots) -> None:
+def open_tuned(config: TransportConfig, start: Setting, checkpoints: Mapping[str, Checkpoint]) -> Bound:
+    """The fine-tune with its own head; an adapter is added onto its base."""
+    tuned = checkpoints["tuned"]
+    if tuned.path is None or not (tuned.path / "adapter_config.json").is_file():
+        return start.open(config.tuned, head_from=config.base)
+    bound = start.open(config.base)
+    apply(bound.model, TaskVector.between(checkpoints["base"], tuned), 1.0)
+    return bound
+
+
+def _refuse_swapped(
+    config: TransportConfig, start: Setting, shots: Shots, checkpoints: Mapping[str, Checkpoint]
+) -> None:
     """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
-    if open_checkpoint(config.tuned, base=config.base).path is None or config.force:
-        return
+    if config.head != "error":
+        return  # the base has no head of its own to be scored with
     losses = {}
-    for role, source in (("base", config.base), ("tuned", config.tuned)):
-        bound = start.open(source, head_from=config.base)
+    for role, bound in (("base", start.open(config.base)), ("tuned", open_tuned(config, start, checkpoints))):
         losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
     if losses["tuned"] > losses["base"]:
         raise IncompatibleCheckpoints(
@@ -172,7 +184,7 @@ class _Transport:
     ) -> None:
         self.config, self.start, self.shots, self.stage = config, start, shots, stage
         self.checkpoints = checkpoints
-        self.bound = start.open(config.target)
+        self.bound = start.open(config.target, head_from=_lender(config, start))
         self.names = name_map(self.bound.model, checkpoints["target"].names())
         self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
         self.seconds: dict[str, float] = {}
@@ -187,6 +199,28 @@ class _Transport:
         moved = transport(tau, ballot, self.config.mask, margin=choice.margin, generator=self.config.seed)
         votes = ballot if isinstance(ballot, SignVotes) else None
         return self._finish(moved.update, votes, choice)
+
+    def _run_best(self, tau: TaskVector) -> TransportResult:
+        """The recipe of `gradfix.best`; a validation set lends its inputs and may veto, it tunes nothing."""
+        from gradfix.best import best
+
+        extra = self.shots.validation
+        if self.config.unlabelled:
+            extra = read_data(self.config.unlabelled, self.config).pick("train")
+        found = self._timed(
+            "best recipe",
+            lambda: best(
+                self.bound, tau, self.shots.fewshot, teacher=open_tuned(self.config, self.start, self.checkpoints),
+                unlabelled=extra, seed=self.config.seed,
+            ),
+        )  # fmt: skip
+        self.notes.append(f"best recipe: {found.verdict}, starting at alpha {found.alpha:g} along the task vector")
+        alpha, regime = 1.0, "few_shot"
+        if self.shots.validation is not None:
+            regime = "validation"
+            curve = search_scale(self.bound.model, found.update, self._validation_score(self.shots.validation), [1.0])
+            alpha = curve.best
+        return self._finish(found.update, None, Choice(alpha, None, None, regime))
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:
         self.stage(name)
