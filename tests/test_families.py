@@ -169,3 +169,20 @@ def test_votes_on_disk_are_integers_under_on_disk_names(tmp_path):
     with safe_open(tmp_path / "v.safetensors", "pt") as file:
         assert set(file.keys()) <= set(_weights(target))
         assert file.metadata()["format"] == "gradfix.votes"
+
+
+def test_best_recipe_report_and_choice_by_folds_through_the_command_line(tmp_path):
+    base = save_tiny("bert", tmp_path / "base", seed=0)
+    target = save_tiny("bert", tmp_path / "target", seed=1)
+    data = _data(tmp_path / "data", images=False)
+    common = ("--data", data, "--task", "zero-shot")
+    _cli("finetune", "--model", base, "--out", tmp_path / "tuned", *common, "--steps", 25, "--train-batch", 12, "--lr", 3e-3)
+    trio = ("--base", base, "--tuned", tmp_path / "tuned", "--target", target, *common, "--shots", 3, "--force")
+    _cli("transport", *trio, "--method", "best", "--out", tmp_path / "best", "--report", tmp_path / "page.html")
+    _cli("verify", tmp_path / "best")
+    assert "Transported (best)" in (tmp_path / "page.html").read_text()
+    _cli("transport", *trio, "--validation", "none", "--mask", "veto", "--out", tmp_path / "folds", "--json", tmp_path / "f.json")
+    result = json.loads((tmp_path / "f.json").read_text())
+    assert result["regime"] == "few_shot"
+    assert 0 <= result["margin"] <= 1
+    assert result["curve"][0][0] == 0.0

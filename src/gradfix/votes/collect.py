@@ -60,6 +60,11 @@ def collect_votes(
         _run(engine, model, loss, batches, tally, progress, notes)
     if tally.count == 0:
         raise DataError("no samples to vote with; check the data and --shots.")
+    return finish(model, tally, notes)
+
+
+def finish(model: nn.Module, tally: Tally, notes: list[str]) -> SignVotes:
+    """The finished count under the model's names, tied to its weights."""
     _refuse_silence(tally)
     return SignVotes(
         tally.votes(), tally.count, disk_names=_aliases(model), probe=probe_module(model), notes=tuple(notes)
@@ -203,7 +208,7 @@ def _refuse_silence(tally: Tally) -> None:
         )
     if silent:
         warnings.warn(
-            f"{len(silent)} tensors abstained (frozen or unused), first {silent[0]!r}.", stacklevel=3
+            f"{len(silent)} tensors abstained (unused, or tied in every entry), first {silent[0]!r}.", stacklevel=3
         )
 
 

@@ -66,6 +66,7 @@ def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:
         text_column=columns[0] if len(columns) == 1 else columns or None,
         image_column=options.image_column,
         text_template=options.text_template,
+        drop_unlabelled=options.drop_unlabelled,
         **more,
     )
 
@@ -86,6 +87,11 @@ def make_task(options: DataOptions, dataset: Dataset) -> Task:
     given = {
         "pooling": options.pooling,
         "max_length": options.max_length,
+        "templates": options.templates or None,
+        "architecture": options.architecture,
+        "scoring": options.scoring,
+        "freeze_head": options.freeze_head or None,
+        "new_head": getattr(options, "seed", 0) if getattr(options, "new_head", False) else None,
         "trust_remote_code": options.trust_remote_code or None,
     }
     given = {name: value for name, value in given.items() if value is not None}

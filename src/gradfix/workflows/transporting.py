@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-
-from torch import nn
 
 from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
@@ -18,29 +14,26 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
-from gradfix.data import Row, folds
 from gradfix.diagnostics import mean_loss
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.masks import MASKS
 from gradfix.preflight import plan_transport
-from gradfix.scale import ScaleCurve, average_curves, dialled, search_scale
+from gradfix.scale import ScaleCurve, dialled, search_scale
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport, transport_checkpoint, write_update
-from gradfix.taskvector import TaskVector
 from gradfix.tasks.base import Bound
+from gradfix.taskvector import TaskVector
 from gradfix.transported import apply, transport
 from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
+from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
 from gradfix.workflows.configs import TransportConfig
+from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, read_data, setting
 from gradfix.workflows.voting import on_disk
 
 T = TypeVar("T")
-
-FOLDS = 5
-MARGINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-LOSS_WEIGHT = 1e-3  # breaks ties between equal accuracies in favour of the lower loss
 
 
 @dataclass(frozen=True)
@@ -99,25 +92,6 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     return _Transport(config, start, shots, checkpoints, stage).run()
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How far to go, and who said so."""
-
-    alpha: float
-    margin: float | None
-    curve: ScaleCurve | None
-    regime: str
-
-
-def ranking(metrics: dict[str, float]) -> float:
-    """Accuracy first; equal accuracies are told apart by the loss."""
-    return metrics["accuracy"] - LOSS_WEIGHT * min(metrics["loss"], 1e3)
-
-
-def total(votes: Sequence[SignVotes]) -> SignVotes:
-    return functools.reduce(operator.add, votes)
-
-
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
     """Votes belong to one target: refuse them on another, by probe or by hash."""
     check_probe(votes.probe, target)
@@ -158,6 +132,11 @@ def _refuse_swapped(
         )
 
 
+def _lender(config: TransportConfig) -> str | None:
+    """Whose head the target is scored with: the fine-tune's where it is to be copied, else its own."""
+    return config.tuned if config.head == "copy" and config.task == "classification" else None
+
+
 def _check_words(config: TransportConfig) -> None:
     MASKS[config.mask]
     if config.method not in ("mask", "best"):
@@ -184,7 +163,7 @@ class _Transport:
     ) -> None:
         self.config, self.start, self.shots, self.stage = config, start, shots, stage
         self.checkpoints = checkpoints
-        self.bound = start.open(config.target, head_from=_lender(config, start))
+        self.bound = start.open(config.target, head_from=_lender(config))
         self.names = name_map(self.bound.model, checkpoints["target"].names())
         self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
         self.seconds: dict[str, float] = {}
@@ -195,7 +174,9 @@ class _Transport:
         if self.config.method == "best":
             return self._run_best(tau)
         ballot = self._timed("votes", self._ballot)
-        choice = self._timed("scale", lambda: self._choose(tau, ballot))
+        search = ScaleSearch(self.config, self.bound, self.shots, self._vote)
+        choice = self._timed("scale", lambda: search.choose(tau, ballot))
+        self.notes.extend(choice.curve.notes if choice.curve else ())
         moved = transport(tau, ballot, self.config.mask, margin=choice.margin, generator=self.config.seed)
         votes = ballot if isinstance(ballot, SignVotes) else None
         return self._finish(moved.update, votes, choice)
@@ -214,11 +195,18 @@ class _Transport:
                 unlabelled=extra, seed=self.config.seed,
             ),
         )  # fmt: skip
-        self.notes.append(f"best recipe: {found.verdict}, starting at alpha {found.alpha:g} along the task vector")
+        self.notes.append(
+            f"best recipe: {found.verdict}, starting at alpha {found.alpha:g} along the task vector"
+        )
         alpha, regime = 1.0, "few_shot"
         if self.shots.validation is not None:
             regime = "validation"
-            curve = search_scale(self.bound.model, found.update, self._validation_score(self.shots.validation), [1.0])
+            curve = search_scale(
+                self.bound.model,
+                found.update,
+                validation_score(self.bound, self.shots.validation, self.config.batch_size),
+                [1.0],
+            )
             alpha = curve.best
         return self._finish(found.update, None, Choice(alpha, None, None, regime))
 
@@ -276,61 +264,6 @@ class _Transport:
             votes = SignVotes(tensors, votes.count, rule=votes.rule, target_hash=votes.target_hash)
         return votes
 
-    def _choose(self, tau: TaskVector, ballot: SignVotes | TaskVector | None) -> Choice:
-        margins = self._margins()
-        if self.config.alpha != "auto" and len(margins) == 1:
-            return Choice(float(self.config.alpha), margins[0], None, "given")
-        if self.shots.validation is not None:
-            score, regime = self._validation_score(self.shots.validation), "validation"
-            search = [(m, self._search(self._update(tau, ballot, m), score)) for m in margins]
-        else:
-            regime = "few_shot"
-            search = self._search_by_folds(tau, margins)
-        margin, curve = max(search, key=lambda pair: pair[1].best_score)
-        self.notes.extend(curve.notes)
-        return Choice(curve.best, margin, curve, regime)
-
-    def _margins(self) -> tuple[float | None, ...]:
-        if MASKS[self.config.mask].sees != "votes":
-            return (None,)
-        return MARGINS if self.config.margin == "auto" else (float(self.config.margin),)
-
-    def _update(
-        self, tau: TaskVector, ballot: SignVotes | TaskVector | None, margin: float | None
-    ) -> TaskVector:
-        return transport(tau, ballot, self.config.mask, margin=margin, generator=self.config.seed).update
-
-    def _search(self, update: TaskVector, score: Callable[[nn.Module], float]) -> ScaleCurve:
-        grid = None if self.config.alpha == "auto" else [float(self.config.alpha)]
-        return search_scale(self.bound.model, update, score, grid)
-
-    def _validation_score(self, rows: Sequence[Row]) -> Callable[[nn.Module], float]:
-        batches = list(self.bound.batches(rows, max(self.config.batch_size, 32)))
-        return lambda model: ranking(evaluate(model, self.bound, batches))
-
-    def _search_by_folds(
-        self, tau: TaskVector, margins: Sequence[float | None]
-    ) -> list[tuple[float | None, ScaleCurve]]:
-        """Votes of the other folds, loss on the held-out one: no example judges its own vote."""
-        rows = self.shots.fewshot
-        parts = [held for _, held in folds(rows, min(FOLDS, len(rows)), self.config.seed)]
-        cut = [list(self.bound.batches([rows[i] for i in part], self.config.batch_size)) for part in parts]
-        sees = MASKS[self.config.mask].sees
-        curves: dict[float | None, list[ScaleCurve]] = {margin: [] for margin in margins}
-        by_part = [self._vote(batches) for batches in cut] if sees in ("direction", "votes") else []
-        for index, held in enumerate(cut):
-            ballot: SignVotes | TaskVector | None = None
-            if by_part:
-                ballot = total([votes for other, votes in enumerate(by_part) if other != index])
-            elif sees == "reference":
-                rest = [batch for other, part in enumerate(cut) if other != index for batch in part]
-                ballot = -collect_gradient(self.bound.model, self.bound.loss, rest)
-            for margin in margins:
-                update = self._update(tau, ballot, margin)
-                score = lambda model, held=held: -mean_loss(model, self.bound.loss, held)  # noqa: E731
-                curves[margin].append(self._search(update, score))
-        return [(margin, average_curves(some)) for margin, some in curves.items()]
-
     def _finish(self, update: TaskVector, votes: SignVotes | None, choice: Choice) -> TransportResult:
         adapter = None
         if self.config.out_lora is not None:  # from here on, what is measured is what the adapter will do
@@ -356,10 +289,13 @@ class _Transport:
         if not self.config.dry_run:
             report = self._timed("writing", lambda: self._write(update, votes, choice, measured, adapter))
             self.notes.extend(report.notes)
-        return TransportResult(
+        result = TransportResult(
             Path(self.config.out), choice.alpha, choice.margin, choice.regime, report, choice.curve,
             before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
+        if self.config.report:
+            write_page(self.config, result, samples=len(self.shots.fewshot))
+        return result
 
     def _test_score(self) -> dict[str, float] | None:
         if not self.shots.test:

@@ -9,6 +9,7 @@ from pathlib import Path
 from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.processes import launched
 from gradfix.tasks.base import Bound
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes
@@ -27,10 +28,10 @@ class VoteResult:
 
 def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     """Draw the few-shot set, ask the target's gradients, write the votes tied to the target's hash."""
-    if config.processes > 1:
-        from gradfix.votes.parallel import vote_in_processes
+    if config.processes > 1 or launched():
+        from gradfix.workflows.distributed import vote_as_rank, vote_in_processes
 
-        return vote_in_processes(config)
+        return vote_as_rank(config) if launched() else vote_in_processes(config, progress)
     start = setting(config)
     shots = draw(start, config, base=config.base)
     bound = start.open(config.target)

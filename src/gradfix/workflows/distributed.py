@@ -1,0 +1,56 @@
+"""`gradfix vote` in several processes: `--processes N` starts them, torchrun brings its own.
+
+Both run `vote_as_rank`; rank 0 writes the file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from gradfix.errors import UsageError
+from gradfix.processes import Group, Step, in_processes, joined, report, together
+from gradfix.votes.parallel import Batches, collect_in_parallel
+from gradfix.votes.tally import SignVotes
+from gradfix.workflows.configs import VoteConfig
+from gradfix.workflows.setting import draw, setting
+from gradfix.workflows.voting import VoteResult, on_disk
+
+
+def vote_in_processes(config: VoteConfig, progress: Step | None = None) -> VoteResult:
+    """Start the processes, wait for them, read what they wrote."""
+    notes = in_processes(_noted, config, config.processes, progress)
+    return VoteResult(Path(config.out), SignVotes.load(config.out), notes)
+
+
+def _noted(config: VoteConfig) -> tuple[str, ...]:
+    return vote_as_rank(config).notes
+
+
+def vote_as_rank(config: VoteConfig) -> VoteResult:
+    """This process's part of the vote. Every process returns the sum; only rank 0 writes it."""
+    with joined() as group:
+        return _vote(group, config)
+
+
+def _vote(group: Group, config: VoteConfig) -> VoteResult:
+    out = Path(config.out)
+    with together(group):
+        if config.vote != "majority":
+            raise UsageError("--vote mean adds up real numbers, whose sum depends on the order: use one process.")
+        config = replace(config, device=group.device(config.device))
+        start = setting(config)
+        shots = draw(start, config, base=config.base)
+        bound = start.open(config.target)
+        batches = Batches(bound.collate, shots.fewshot, config.batch_size)
+    resume = out.with_name(f".{out.name}.{group.rank}-of-{group.size}.part") if config.resume else None
+    with together(group):
+        votes = collect_in_parallel(
+            group, bound.model, bound.loss, batches, config.engine, checkpoint=resume, progress=report
+        )
+    if group.leads:
+        votes = on_disk(votes, bound, config.target)
+        votes.save(out)
+    group.gather(None)  # nobody forgets its part before the sum is on disk
+    if resume is not None:
+        resume.unlink(missing_ok=True)
+    return VoteResult(out, votes, (*shots.notes, *votes.notes))
