@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_resumed_equals_uninterrupted(
     state = tmp_path / "state.safetensors"
     finetune(whole, ROWS, **RECIPE)
     monkeypatch.setattr(finetuning, "SAVE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(finetuning, "SAVE_SHARE", math.inf)
     done = []
 
     def stop_after_three(count: int) -> None:

@@ -29,6 +29,7 @@ from gradfix.taskvector import TaskVector
 Schedule = Callable[[float], float]
 SCHEDULES: Registry[Schedule] = Registry("schedule")
 SAVE_EVERY_SECONDS = 30.0
+SAVE_SHARE = 0.05  # saving a large model takes a while: at most this much of the time
 ONE_STEP_RATE = 1e-5
 
 
@@ -126,16 +127,18 @@ def _train(
         first = run.resume(checkpoint) if checkpoint is not None else 0
         if progress is not None and first:
             progress(first)
-        last_save = time.monotonic()
+        last_save, pause = time.monotonic(), SAVE_EVERY_SECONDS
         for step, rows in enumerate(_draws(len(examples), recipe)):
             if step < first:
                 continue
             run.step(step, rows)
             if progress is not None:
                 progress(1)
-            if checkpoint is not None and time.monotonic() - last_save >= SAVE_EVERY_SECONDS:
+            if checkpoint is not None and time.monotonic() - last_save >= pause:
+                begin = time.monotonic()
                 run.save(checkpoint, step + 1)
                 last_save = time.monotonic()
+                pause = max(SAVE_EVERY_SECONDS, (last_save - begin) / SAVE_SHARE)
         return {name: master.detach() for name, master in run.masters.items()}
 
 
@@ -203,7 +206,9 @@ class _Run:
                 part = [self.examples[row] for row in rows[first : first + self.micro_batch]]
                 loss = self.bound.loss(self.bound.model, self.bound.collate(part)).sum() / len(rows)
                 if not torch.isfinite(loss):
-                    raise UnsafeResult(f"the loss is {float(loss.detach())} in step {step}; lower the learning rate.")
+                    raise UnsafeResult(
+                        f"the loss is {float(loss.detach())} in step {step}; lower the learning rate."
+                    )
                 loss.backward()
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(step)

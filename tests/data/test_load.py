@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gradfix.data import Dataset, load_data
+from gradfix.data import load as load_module
 from gradfix.data import rows as rows_module
 from gradfix.data.files import READERS
 from gradfix.data.load import load_hub
@@ -337,3 +338,36 @@ def test_python_rows_keep_their_place_when_loaded_twice() -> None:
     assert [row.where for row in again] == [row.where for row in rows] == [f"train[{i}]" for i in range(4)]
     with pytest.raises(DataError, match="not int"):
         load_data([1, 2])  # type: ignore[list-item]
+
+
+def test_a_long_csv_field_is_read_and_the_global_limit_comes_back(tmp_path: Path) -> None:
+    import csv
+
+    before = csv.field_size_limit()
+    path = write(
+        tmp_path / "train.csv", [{"text": "x" * (before + 1), "label": "a"}, {"text": "y", "label": "b"}]
+    )
+    assert len(load_data(path).splits["train"][0]["text"]) == before + 1
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("imdb", ("imdb", None, None)),
+        ("owner/name", ("owner/name", None, None)),
+        ("nyu-mll/glue:sst2", ("nyu-mll/glue", "sst2", None)),
+        ("owner/name:part@v1.0", ("owner/name", "part", "v1.0")),
+    ],
+)
+def test_hub_names_carry_config_and_revision(
+    monkeypatch: pytest.MonkeyPatch, source: str, expected: tuple[str, str | None, str | None]
+) -> None:
+    asked = []
+
+    def fake(name: str, config: str | None, revision: str | None) -> dict[str, Any]:
+        asked.append((name, config, revision))
+        return {"train": ROWS, "validation_matched": ROWS}
+
+    monkeypatch.setattr(load_module, "load_hub", fake)
+    assert list(load_data(source).splits) == ["train", "validation_matched"] and asked == [expected]

@@ -8,12 +8,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradfix.errors import DataError
 from gradfix.registry import Registry
+
+LONGEST_FIELD = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def read_tsv(path: Path) -> Table:
 
 
 def _read_separated(path: Path, delimiter: str) -> Table:
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
         lines = _csv_lines(path, csv.reader(file, delimiter=delimiter, strict=True))
         first = next(lines, None)
         if first is None:
@@ -121,6 +124,16 @@ def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
         }
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Let a field be as long as a document; the reader's own limit of 128 KiB is global and comes back."""
+    before = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 def _csv_lines(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:

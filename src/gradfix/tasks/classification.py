@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
 from gradfix.tasks.inputs import column, longest, tokenise
@@ -109,7 +110,7 @@ class HuggingFaceClassifier(Classifier):
     def save_config(self, folder: Path) -> None:
         if self.added_head:
             self.model.config.architectures = [type(self.model).__name__]
-            self.model.config.to_json_file(folder / "config.json")
+            write_text(folder / "config.json", self.model.config.to_json_string())
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def load_with_head(
     if options.new_head is None:
         raise IncompatibleCheckpoints(
             f"{home} has no classification head (no {loaded.missing[0]!r}). Give a checkpoint that has one "
-            "(head_from; for a transport --head copy), or ask for a new one to train (new_head, a seed)."
+            "(head_from; for a transport --head copy), or train a new one (new_head; finetune --new-head)."
         )
     with torch.random.fork_rng():
         torch.manual_seed(options.new_head)

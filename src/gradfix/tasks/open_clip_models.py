@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradfix.checkpoints.open import WEIGHT_FILES, open_checkpoint
 from gradfix.checkpoints.open_clip_tags import PREFIX, import_open_clip, split_tag, tag_settings
+from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Example
@@ -85,7 +86,7 @@ class OpenClip(Encoder):
         return [name for name, _ in self.model.named_parameters() if name.startswith("visual.")]
 
     def save_extras(self, folder: Path) -> None:
-        (folder / CONFIG).write_text(json.dumps(self.config, indent=1), encoding="utf-8")
+        write_text(folder / CONFIG, json.dumps(self.config, indent=1))
 
 
 def open_clip_source(source: str, architecture: str | None) -> tuple[str | None, str | None]:

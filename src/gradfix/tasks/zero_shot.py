@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.checkpoints.open import open_checkpoint, resolve
+from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
 from gradfix.tasks.encoders import Encoder, TextEncoder, TwoTowers
@@ -53,15 +54,13 @@ class ZeroShotBound(ClosedSet):
         return self.encoder.trainable()
 
     def save_extras(self, folder: Path) -> None:
-        from safetensors.torch import save_file
-
         metadata = {
             "format": "gradfix.zero_shot_head",
             "labels": json.dumps(self.labels),
             "prompts": json.dumps(self.prompts),
             "scale": repr(self.scale),
         }
-        save_file({"head": self.head.detach().cpu().contiguous()}, folder / HEAD_FILE, metadata)
+        save_tensors(folder / HEAD_FILE, {"head": self.head.detach().cpu().contiguous()}, metadata)
         self.encoder.save_extras(folder)
 
 
