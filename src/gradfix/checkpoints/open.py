@@ -96,7 +96,7 @@ class Checkpoint(ABC):
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 def tensor_line(name: str, info: TensorInfo, content: str) -> bytes:

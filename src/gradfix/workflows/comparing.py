@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype, write_text
@@ -24,9 +25,9 @@ def run_compare(
 
     stage("reading examples")
     dataset = read_data(config.data, config)
-    validation = "auto" if config.validation is None else config.validation
+    validation: Any = "auto" if config.validation is None else config.validation
     if validation not in ("auto", NO_VALIDATION):
-        validation = read_data(config.validation, config, labels=dataset.labels)  # type: ignore[arg-type]
+        validation = read_data(str(config.validation), config, labels=dataset.labels)
     results = compare(
         base=config.base,
         tuned=config.tuned,

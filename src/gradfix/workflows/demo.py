@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gradfix._compat import heal_torchvision
 from gradfix.results import Results
@@ -55,8 +56,9 @@ def _compare_pair(job: Job) -> Results:
     from gradfix.searching import Search
 
     torch.set_num_threads(1)
+    inputs: dict[str, Any] = dict(paths)
     return compare(
-        **paths,
+        **inputs,
         data=data,
         task="classification",
         shots=(config.shots,),

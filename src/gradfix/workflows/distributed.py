@@ -43,14 +43,13 @@ def _vote(group: Group, config: VoteConfig) -> VoteResult:
         bound = start.open(config.target)
         batches = Batches(bound.collate, shots.fewshot, config.batch_size)
     resume = out.with_name(f".{out.name}.{group.rank}-of-{group.size}.part") if config.resume else None
-    with together(group):
-        votes = collect_in_parallel(
-            group, bound.model, bound.loss, batches, config.engine, checkpoint=resume, progress=report
-        )
-    if group.leads:
-        votes = on_disk(votes, bound, config.target)
-        votes.save(out)
-    group.gather(None)  # nobody forgets its part before the sum is on disk
+    votes = collect_in_parallel(
+        group, bound.model, bound.loss, batches, config.engine, checkpoint=resume, progress=report
+    )
+    with together(group):  # nobody forgets its part before the sum is on disk
+        if group.leads:
+            votes = on_disk(votes, bound, config.target)
+            votes.save(out)
     if resume is not None:
         resume.unlink(missing_ok=True)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))

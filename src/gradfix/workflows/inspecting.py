@@ -38,8 +38,8 @@ class Inspection:
              [(n, f"{p['cosine']:.4f}", f"{p['distance']:.4g}", f"{p['relative']:.2%}") for n, p in self.pairs.items()]),
         ]  # fmt: skip
         if self.differences:
-            rows = [(d["tensor"], d["what"]) for d in self.differences[: None if names else 20]]
-            out.append((f"differences ({len(self.differences)})", ("tensor", ""), rows))
+            pairs = [(d["tensor"], d["what"]) for d in self.differences[: None if names else 20]]
+            out.append((f"differences ({len(self.differences)})", ("tensor", ""), pairs))
         if self.plan:
             out.append(("would be transported", ("", ""), [(k, str(v)) for k, v in self.plan.items()]))
         if names:

@@ -25,9 +25,10 @@ from gradfix.tasks.base import Bound
 from gradfix.taskvector import TaskVector
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes
+from gradfix.workflows.choosing import ranking
 from gradfix.workflows.configs import MergeConfigOptions, ShotOptions
 from gradfix.workflows.setting import Shots, draw, setting
-from gradfix.workflows.transporting import Stage, ranking
+from gradfix.workflows.transporting import Stage
 from gradfix.workflows.voting import on_disk
 
 

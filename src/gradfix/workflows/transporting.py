@@ -231,10 +231,8 @@ class _Transport:
     def _aligned(self, tau: TaskVector) -> TaskVector:
         from gradfix.align import align
 
-        alignment = align(
-            self.checkpoints["base"].state(), self.checkpoints["target"].state(),
-            method=self.config.align, config=self.checkpoints["target"].path, seed=self.config.seed,
-        )  # fmt: skip
+        base, target = self.checkpoints["base"], self.checkpoints["target"]
+        alignment = align(base, target, method=self.config.align, seed=self.config.seed)
         return TaskVector(alignment.apply(tau))
 
     def _ballot(self) -> SignVotes | TaskVector | None:
