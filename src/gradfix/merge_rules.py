@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,10 +72,8 @@ def ties(
     floors = _levels(bundle, per_tensor, lambda vector, entries: [_kept(density, vector, entries)])
 
     def rule(place: Place, pieces: list[Tensor]) -> Tensor:
-        trimmed = [
-            piece.masked_fill(piece.abs() < floor, 0)
-            for piece, (floor,) in zip(pieces, floors(place.name), strict=True)
-        ]
+        levels = floors(place.name)
+        trimmed = [_at_least(piece, floor) for piece, (floor,) in zip(pieces, levels, strict=True)]
         return _elected(trimmed, weights, election, normalize)
 
     return rule
@@ -251,10 +250,19 @@ def _elected(pieces: Sequence[Tensor], weights: Sequence[float], election: str, 
         sign = _sum(_scaled([part.sign() for part in scaled], [abs(weight) for weight in weights])).sign_()
     total, share = torch.zeros_like(sign), torch.zeros_like(sign)
     for part, weight in zip(scaled, weights, strict=True):
-        agreeing = (part * sign) > 0
-        total += part * agreeing
-        share.add_(agreeing, alpha=abs(weight))
+        agreeing = (part * sign).clamp_min_(0)  # its size where it has the elected sign
+        total += agreeing
+        share.add_(agreeing.sign_(), alpha=abs(weight))
+    total *= sign
     return total / share.masked_fill_(share == 0, 1) if normalize else total
+
+
+def _at_least(piece: Tensor, floor: float) -> Tensor:
+    """Zero where the magnitude is below the floor. `hardshrink` is one pass, but drops what equals its bound."""
+    if floor == 0:
+        return piece
+    kind = np.float64 if piece.dtype is torch.float64 else np.float32
+    return torch.nn.functional.hardshrink(piece, float(np.nextafter(kind(floor), kind(0))))
 
 
 def _check_election(election: str) -> None:

@@ -6,7 +6,6 @@ masks it where asked to, and writes the output as it does for a single fine-tune
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,26 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.bundles import Bundle, Density, Merge, Place, Rule
+from gradfix.bundles import Density, Merge, Rule
 from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import CHUNK, Checkpoint, Part, Source, open_checkpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
-from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult, UsageError
+from gradfix.differences import Differences, Side, Votes
+from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.merge_rules import MERGES
 from gradfix.merging import mask_seed, method_options
 from gradfix.pieces import recut
-from gradfix.preflight import Plan, plan_transport
+from gradfix.preflight import plan_transport
 from gradfix.registry import unknown
 from gradfix.stream import LEAST_KEPT, MAX_NORM_RATIO, StreamReport, Zeros, transport_checkpoint
 from gradfix.taskvector import TaskVector
-from gradfix.transported import mask_piece, share, transport
+from gradfix.threads import one_thread
+from gradfix.transported import share, transport
 from gradfix.votes.ballot import Ballot, OpenVotes, consensus_of, open_votes
 from gradfix.votes.tally import SignVotes
 
 ORDERS = ("plain", "mask_then_merge", "merge_then_mask")
-Votes = SignVotes | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Vector:
     weight: float = 1.0
 
 
+@one_thread()
 def merge_checkpoints(
     *,
     target: Source | Checkpoint,
@@ -112,6 +113,7 @@ def merge_checkpoints(
     )
 
 
+@one_thread()
 def merged_update(
     *,
     target: Source | Checkpoint,
@@ -178,33 +180,18 @@ def _check_order(order: str, vectors: Sequence[Vector]) -> None:
         )
 
 
-@dataclass
-class _Side:
-    """One opened vector, and what was counted while it streamed by for the last time."""
-
-    base: Checkpoint
-    tuned: Checkpoint
-    votes: Votes | None
-    vocabulary: Mapping[str, Any]  # how token rows were matched, where they had to be
-    ballot: Ballot | None = None
-    nonzero: int = 0
-    kept: int = 0
-    tau_square: float = 0.0
-    base_square: float = 0.0
-
-
 class _MergeJob:
     """The opened inputs of one merge: every checkpoint once, however often it is named."""
 
     def __init__(self, target: Source | Checkpoint, vectors: Sequence[Vector], head: str) -> None:
         opened: dict[Any, Checkpoint] = {}
         self.target = _open_once(target, opened)
-        self.sides: list[_Side] = []
+        self.sides: list[Side] = []
         for vector in vectors:
             base = _open_once(vector.base, opened)
             tuned = _open_once(vector.tuned, opened, base)
             base, tuned, rows = match_vocabulary(base, tuned, self.target)
-            self.sides.append(_Side(base, tuned, vector.votes, rows))
+            self.sides.append(Side(base, tuned, vector.votes, rows))
         self.inputs = {"target": self.target}
         for number, side in enumerate(self.sides, 1):
             self.inputs |= {f"base {number}": side.base, f"tuned {number}": side.tuned}
@@ -213,7 +200,7 @@ class _MergeJob:
         self.names = [name for name in self.target.names() if name in self.sides[0].base]
         self.heads = self._heads(head)
         self.hashes = InputHashes(list(self.inputs.values()))
-        self.bundle = _Streamed(self.sides, self.plans[0], self.hashes)
+        self.bundle = Differences(self.sides, self.plans[0], self.hashes)
 
     def _check_names(self) -> None:
         first = set(self.sides[0].base.names())
@@ -255,8 +242,9 @@ class _MergeJob:
         """Refuse what is no fine-tune of its base or what a mask emptied; say what became of each vector."""
         facts = []
         for side in self.sides:
-            ratio = (side.tau_square / side.base_square) ** 0.5 if side.base_square else 0.0
-            if side.nonzero == 0:
+            count = side.count
+            ratio = (count.tau_square / count.base_square) ** 0.5 if count.base_square else 0.0
+            if count.nonzero == 0:
                 raise UnsafeResult(
                     f"{side.tuned} equals {side.base} in every weight: its task vector is zero."
                 )
@@ -267,12 +255,12 @@ class _MergeJob:
                 )
             if side.ballot is not None:
                 side.ballot.require(self.target, self.hashes)
-            if side.kept < LEAST_KEPT * side.nonzero and not force:
+            if count.kept < LEAST_KEPT * count.nonzero and not force:
                 raise UnsafeResult(
-                    f"the mask keeps {side.kept / side.nonzero:.2%} of {side.tuned}: nothing to speak of is left. "
+                    f"the mask keeps {count.kept / count.nonzero:.2%} of {side.tuned}: nothing to speak of is left. "
                     "More examples or the veto mask may help; force goes on all the same."
                 )
-            kept = share(side.kept, side.nonzero)
+            kept = share(count.kept, count.nonzero)
             facts.append({"tuned": str(side.tuned), "kept": kept, "norm_ratio": ratio, **side.vocabulary})
         return facts
 
@@ -291,74 +279,6 @@ def _open_once(
 
 def _identity(votes: Votes | None) -> object:
     return os.path.realpath(votes) if isinstance(votes, str | os.PathLike) else id(votes)
-
-
-class _Streamed(Bundle):
-    """The vectors as differences read from files, masked by their ballots where they have one."""
-
-    def __init__(self, sides: list[_Side], plan: Plan, hashes: InputHashes) -> None:
-        self.sides, self.hashes = sides, hashes
-        self.count = len(sides)
-        floating = [n for n in plan.transported if sides[0].base.info(n).dtype.is_floating_point]
-        self.shapes = {name: sides[0].base.info(name).shape for name in floating}
-        kinds = {c.info(n).dtype for side in sides for c in (side.base, side.tuned) for n in floating}
-        self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
-
-    def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
-        for _, deltas in self._read(name, size, lambda c: c.chunks(name, size)):
-            yield [self._shown(side, delta, seen) for side, delta, seen in deltas]
-
-    def last_pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
-        """The same once more, hashing the files and counting what the mask keeps."""
-        for raw, deltas in self._read(name, size, lambda c: self.hashes.chunks(c, name, size)):
-            shown = []
-            for side, delta, seen in deltas:
-                masked = self._shown(side, delta, seen)
-                self._count(name, side, raw, delta, masked)
-                shown.append(masked)
-            yield shown
-
-    def _read(
-        self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]
-    ) -> Iterator[tuple[dict[int, Tensor], list[tuple[_Side, Tensor, Tensor | None]]]]:
-        sources = {id(c): c for side in self.sides for c in (side.base, side.tuned)}
-        entries = math.prod(self.shapes[name])
-        ballots = [
-            s.ballot.pieces(name, entries, size) if s.ballot and s.ballot.has(name) else None
-            for s in self.sides
-        ]
-        for pieces in zip(*(read(source) for source in sources.values()), strict=True):
-            raw = dict(zip(sources, pieces, strict=True))
-            wide = {
-                key: piece if piece.dtype is torch.float64 else piece.float() for key, piece in raw.items()
-            }
-            yield (
-                wide,
-                [
-                    (side, wide[id(side.tuned)] - wide[id(side.base)], None if seen is None else next(seen))
-                    for side, seen in zip(self.sides, ballots, strict=True)
-                ],
-            )
-
-    def _shown(self, side: _Side, delta: Tensor, seen: Tensor | None) -> Tensor:
-        if side.ballot is None:
-            return delta.to(self.dtype)
-        if seen is None:
-            return torch.zeros_like(delta, dtype=self.dtype)
-        return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
-
-    def _count(self, name: str, side: _Side, wide: dict[int, Tensor], delta: Tensor, masked: Tensor) -> None:
-        square = float(torch.dot(delta, delta))
-        if not math.isfinite(square):
-            for checkpoint in (side.base, side.tuned):
-                if not bool(torch.isfinite(wide[id(checkpoint)]).all()):
-                    raise CorruptInput(
-                        f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
-                    )
-        side.tau_square += square
-        side.base_square += float(torch.dot(wide[id(side.base)], wide[id(side.base)]))
-        side.nonzero += int(delta.count_nonzero())
-        side.kept += int(masked.count_nonzero())
 
 
 class _Merged(Checkpoint):
@@ -392,8 +312,7 @@ class _Merged(Checkpoint):
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
         shape = self.job.bundle.shapes[name]
-        for index, pieces in enumerate(self.job.bundle.last_pieces(name, self.method.piece_size(shape))):
-            yield self.rule(Place(name, shape, index), pieces)
+        return self.job.bundle.merged(name, self.method.piece_size(shape), self.rule)
 
     def __str__(self) -> str:
         return f"the merge of {len(self.job.sides)} vectors"

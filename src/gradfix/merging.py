@@ -15,12 +15,14 @@ from gradfix.bundles import Bundle, Density, Place
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.merge_rules import MERGES
 from gradfix.taskvector import TaskVector
+from gradfix.threads import one_thread
 from gradfix.transported import Direction, Transported, seed_of, transport
 from gradfix.votes.tally import SignVotes, dtype_for
 
 __all__ = ["MERGES", "consensus", "mask_then_merge", "merge", "merge_then_mask"]
 
 
+@one_thread()
 def merge(
     vectors: Sequence[TaskVector],
     method: str = "ties",

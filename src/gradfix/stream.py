@@ -33,6 +33,7 @@ from gradfix.checkpoints.write import (
     write_manifest,
 )
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
+from gradfix.pieces import all_finite, nonzeros
 from gradfix.preflight import Plan, plan_transport
 from gradfix.transported import mask_piece, share
 from gradfix.votes.ballot import Ballot, OpenVotes
@@ -248,16 +249,16 @@ class _Job:
             wide = torch.promote_types(target.dtype, torch.float32)
             moved = (target.to(wide) + self.alpha * masked.to(wide)).to(out_dtype)
             self._count(fate, before, delta, masked, moved, target)
-            if not bool(torch.isfinite(moved).all()) or not bool(torch.isfinite(delta).all()):
+            if not all_finite(moved) or not all_finite(delta):
                 self._blame(name, base, tuned, target)
             yield moved
 
     def _count(
         self, fate: Fate, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor
     ) -> None:
-        fate.nonzero += int(delta.count_nonzero())
-        fate.kept += int(masked.count_nonzero())
-        fate.survived += int((moved != target).count_nonzero())
+        fate.nonzero += nonzeros(delta)
+        fate.kept += nonzeros(masked)
+        fate.survived += nonzeros(moved != target)
         fate.tau_square += float(torch.dot(delta, delta))
         fate.base_square += float(torch.dot(before, before))
 

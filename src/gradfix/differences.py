@@ -1,0 +1,138 @@
+"""Task vectors that are never held: differences of files, read side by side and masked on the way.
+
+Every distinct file is read once per walk, however many vectors share it. The arithmetic runs in worker
+threads a few pieces ahead of the reader; pieces arrive in order."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.bundles import Bundle, Place, Rule
+from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.errors import CorruptInput
+from gradfix.pieces import all_finite, nonzeros
+from gradfix.preflight import Plan
+from gradfix.threads import ahead, piece_workers
+from gradfix.transported import mask_piece
+from gradfix.votes.ballot import Ballot
+from gradfix.votes.tally import SignVotes
+
+Votes = SignVotes | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was seen of one vector."""
+
+    nonzero: int = 0
+    kept: int = 0
+    tau_square: float = 0.0
+    base_square: float = 0.0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass
+class Side:
+    """One opened vector, and what was counted while it streamed by for the last time."""
+
+    base: Checkpoint
+    tuned: Checkpoint
+    votes: Votes | None
+    vocabulary: Mapping[str, Any]  # how token rows were matched, where they had to be
+    ballot: Ballot | None = None
+    count: Count = field(default_factory=Count)
+
+
+class Differences(Bundle):
+    """The vectors as differences read from files, masked by their ballots where they have one."""
+
+    def __init__(self, sides: list[Side], plan: Plan, hashes: InputHashes) -> None:
+        self.sides, self.hashes, self.pool = sides, hashes, piece_workers()
+        self.count = len(sides)
+        floating = [n for n in plan.transported if sides[0].base.info(n).dtype.is_floating_point]
+        self.shapes = {name: sides[0].base.info(name).shape for name in floating}
+        kinds = {c.info(n).dtype for side in sides for c in (side.base, side.tuned) for n in floating}
+        self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
+
+    def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
+        raw = self._raw(name, size, lambda c: c.chunks(name, size))
+        return ahead(self.pool, lambda piece: [shown for _, _, shown in self._deltas(piece)], raw)
+
+    def merged(self, name: str, size: int, rule: Rule) -> Iterator[Tensor]:
+        """The last walk: merge, hash the files, count what the masks keep."""
+
+        def work(item: tuple[int, _Raw]) -> tuple[Tensor, list[Count]]:
+            index, raw = item
+            deltas = self._deltas(raw)
+            result = rule(Place(name, self.shapes[name], index), [shown for _, _, shown in deltas])
+            return result, [_counted(name, raw, *delta) for delta in deltas]
+
+        raw = self._raw(name, size, lambda c: self.hashes.chunks(c, name, size))
+        for result, counts in ahead(self.pool, work, enumerate(raw)):
+            for side, count in zip(self.sides, counts, strict=True):
+                side.count += count
+            yield result
+
+    def _raw(self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]) -> Iterator[_Raw]:
+        """Every distinct file once, and what each mask is shown."""
+        sources = {id(c): c for side in self.sides for c in (side.base, side.tuned)}
+        entries = math.prod(self.shapes[name])
+        ballots = [
+            s.ballot.pieces(name, entries, size) if s.ballot and s.ballot.has(name) else None
+            for s in self.sides
+        ]
+        for pieces in zip(*(read(source) for source in sources.values()), strict=True):
+            seen = [None if ballot is None else next(ballot) for ballot in ballots]
+            yield _Raw(dict(zip(sources, pieces, strict=True)), seen)
+
+    def _deltas(self, raw: _Raw) -> list[tuple[Side, Tensor, Tensor]]:
+        """Per vector its difference, and what its mask leaves of it."""
+        wide = {key: _wide(piece) for key, piece in raw.pieces.items()}
+        deltas = []
+        for side, seen in zip(self.sides, raw.seen, strict=True):
+            delta = wide[id(side.tuned)] - wide[id(side.base)]
+            deltas.append((side, delta, self._shown(side, delta, seen)))
+        return deltas
+
+    def _shown(self, side: Side, delta: Tensor, seen: Tensor | None) -> Tensor:
+        if side.ballot is None:
+            return delta.to(self.dtype)
+        if seen is None:
+            return torch.zeros_like(delta, dtype=self.dtype)
+        return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """The same stretch of every file (by the checkpoint's id) and of every ballot."""
+
+    pieces: dict[int, Tensor]
+    seen: list[Tensor | None]
+
+
+def _wide(piece: Tensor) -> Tensor:
+    return piece if piece.dtype is torch.float64 else piece.float()
+
+
+def _counted(name: str, raw: _Raw, side: Side, delta: Tensor, shown: Tensor) -> Count:
+    square = float(torch.dot(delta, delta))
+    if not math.isfinite(square):
+        for checkpoint in (side.base, side.tuned):
+            if not all_finite(raw.pieces[id(checkpoint)]):
+                raise CorruptInput(
+                    f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
+                )
+    base = _wide(raw.pieces[id(side.base)])
+    nonzero = nonzeros(delta)
+    kept = nonzeros(shown) if side.ballot is not None else nonzero
+    return Count(nonzero, kept, square, float(torch.dot(base, base)))

@@ -1,0 +1,50 @@
+"""Threads for work that comes in small pieces: one torch thread each, several pieces at a time.
+
+Torch's own threads share every single operation; on a piece they mostly wait for each other (on a busy
+machine fifty times as long as they work), and sums depend on their number."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+MOST_WORKERS = 4
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread inside the block; the number before comes back afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def piece_workers() -> ThreadPoolExecutor:
+    """Workers for `ahead`; each runs torch on one thread."""
+    count = min(os.cpu_count() or 1, MOST_WORKERS)
+    return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+
+
+def ahead(
+    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item]
+) -> Iterator[Result]:
+    """`map` in order, a few items ahead of the caller: memory stays at those few."""
+    waiting: deque[Future[Result]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > MOST_WORKERS:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
