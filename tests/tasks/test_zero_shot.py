@@ -166,6 +166,21 @@ def test_open_clip_file_tag_and_folder_are_the_same_model(tiny_architecture: Pat
         TASKS["zero-shot"](IMAGE_PROMPTS).open("open_clip:tiny-clip")
 
 
+def test_a_bare_file_becomes_a_folder_that_open_clip_can_build(
+    tiny_architecture: Path, tmp_path: Path
+) -> None:
+    bound = TASKS["zero-shot"](IMAGE_PROMPTS, architecture="tiny-clip").open(tiny_architecture)
+    save_like(open_checkpoint(tiny_architecture), bound.model, tmp_path / "out", extras=bound.save_extras)
+    again = TASKS["zero-shot"](IMAGE_PROMPTS).open(tmp_path / "out")
+    batch = bound.collate(toy_images(3))
+    assert torch.equal(again.logits(again.model, batch), bound.logits(bound.model, batch))
+    theirs, _ = open_clip.create_model_from_pretrained(f"local-dir:{tmp_path / 'out'}")
+    ours = dict(bound.model.named_parameters())
+    assert all(torch.equal(p, ours[name]) for name, p in theirs.named_parameters())
+    tokens = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'out'}")(["a photo of red"])
+    assert torch.equal(tokens, bound.encoder.tokenizer(["a photo of red"]))
+
+
 def test_what_open_clip_gets_back_it_can_read(tmp_path: Path) -> None:
     folder = save_tiny("open_clip", tmp_path / "base")
     task = TASKS["zero-shot"](IMAGE_PROMPTS)

@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,6 @@ class Task(ABC):
     """A family of models and what is asked of them; holds the labels, no weights."""
 
     labels: dict[str, Prompts]  # label name -> prompt or prompts (the name itself where none is needed)
-    borrows_head: ClassVar[bool] = False  # a checkpoint without a head can be opened with the fine-tune's
 
     @abstractmethod
     def open(

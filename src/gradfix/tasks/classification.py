@@ -236,8 +236,6 @@ class Classification(Task):
     `freeze_head` leaves the head out of training and votes. `new_head` (a seed) puts a fresh head on a
     checkpoint that has none; a head lent by `head_from` is always frozen."""
 
-    borrows_head = True
-
     def __init__(
         self,
         labels: Mapping[str, Prompts],

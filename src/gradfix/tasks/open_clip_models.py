@@ -87,6 +87,9 @@ class OpenClip(Encoder):
 
     def save_extras(self, folder: Path) -> None:
         write_text(folder / CONFIG, json.dumps(self.config, indent=1))
+        # A folder's model takes its tokenizer from the folder; the built-in one needs no files.
+        if hasattr(self.tokenizer, "save_pretrained") and not (folder / "tokenizer.json").exists():
+            self.tokenizer.save_pretrained(folder)
 
 
 def open_clip_source(source: str, architecture: str | None) -> tuple[str | None, str | None]:
