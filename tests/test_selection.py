@@ -92,6 +92,12 @@ def test_one_medoid_is_the_exhaustive_best() -> None:
     assert select(features, labels, 1, "k-medoids") == [min(range(20), key=lambda j: cost(z, [j]))]
 
 
+def test_medoids_under_any_spelling() -> None:
+    features, labels = clouds(0)
+    picked = select(features, labels, 2, "k-medoids")
+    assert picked == select(features, labels, 2, "kmedoids") == select(features, labels, 2, "k_medoids")
+
+
 def test_coreset_equals_the_reference() -> None:
     features, labels = clouds(2)
     z = unit(features)[:20]

@@ -20,6 +20,7 @@ Features = NDArray[np.float64]
 Selector = Callable[[Features, int, np.random.Generator], list[int]]
 
 SELECTORS: Registry[Selector] = Registry("selector")
+SPELLINGS = {"kmedoids": "k-medoids", "k_medoids": "k-medoids"}
 BLOCK = 1024
 
 
@@ -36,7 +37,7 @@ def select(
 
     A class with fewer than `per_class` examples is an error, or taken whole with `allow_fewer`. `features`
     (samples first) may be None for `random`."""
-    rule = SELECTORS[method]
+    rule = SELECTORS[SPELLINGS.get(method, method)]
     if per_class < 1:
         raise UsageError(f"per_class must be at least 1, got {per_class}.")
     names = _plain(labels)
