@@ -28,6 +28,9 @@ NOT_COPIED = (
     ".h5",
     ".msgpack",
     ".onnx",
+    ".pkl",
+    ".pickle",
+    ".joblib",
     ".py",
 )
 

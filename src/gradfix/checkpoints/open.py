@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.open_clip_tags import PREFIX, tag_file
-from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, sha256_file
+from gradfix.checkpoints.pickled import load_pickle
+from gradfix.checkpoints.safetensors_file import (
+    CODES,
+    MAX_HEADER_BYTES,
+    SafetensorsFile,
+    TensorInfo,
+    sha256_file,
+)
 from gradfix.errors import CorruptInput, UsageError
 
 INDEX_SUFFIX = ".index.json"
@@ -207,12 +212,12 @@ def open_checkpoint(source: Source | Checkpoint, *, base: Source | Checkpoint | 
 def resolve(source: str | os.PathLike[str]) -> Path:
     """A local path, or a hub id downloaded into the hub's own cache."""
     path = Path(source).expanduser()
-    if path.exists():
+    if os.path.exists(path):  # unlike Path.exists it also answers for names no system can hold
         return path
     text = os.fspath(source)
     if text.startswith(PREFIX):
         return tag_file(text)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) or path.parent.exists():
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) or os.path.exists(path.parent):
         raise CorruptInput(f"{text} does not exist: give a folder, a weights file or a hub id (owner/name).")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -245,6 +250,10 @@ def _from_mapping(tensors: Mapping[str, Any], path: Path | None) -> MemoryCheckp
         if value.layout is not torch.strided or value.is_quantized:
             raise CorruptInput(
                 f"{where}: tensor {name!r} is sparse or quantised; gradfix needs dense weights."
+            )
+        if value.dtype not in CODES:
+            raise CorruptInput(
+                f"{where}: tensor {name!r} is {value.dtype}, which safetensors files of weights do not hold."
             )
     return MemoryCheckpoint(tensors, path)
 
@@ -282,14 +291,14 @@ def _from_index(folder: Path, index: Path) -> Checkpoint:
     for file in sorted(set(weight_map.values())):
         wanted = {name for name, home in weight_map.items() if home == file}
         path = folder / file
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise CorruptInput(f"{index} names shard {file}, which is not in the folder. Download it again.")
         if path.suffix == ".safetensors":
             shard = SafetensorsFile(path)
             _check_shard(index, file, wanted, set(shard.entries))
             shards.append(shard)
         else:
-            loaded = _load_pickle(path)
+            loaded = load_pickle(path)
             _check_shard(index, file, wanted, set(loaded))
             tensors.update(loaded)
     if shards and tensors:
@@ -302,6 +311,8 @@ def _from_index(folder: Path, index: Path) -> Checkpoint:
 
 
 def read_index(index: Path) -> dict[str, str]:
+    if index.stat().st_size > MAX_HEADER_BYTES:
+        raise CorruptInput(f"{index} is larger than {MAX_HEADER_BYTES:,} bytes: no shard index.")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         pairs = {str(name): str(file) for name, file in weight_map.items()}
@@ -323,40 +334,16 @@ def _check_shard(index: Path, file: str, wanted: set[str], present: set[str]) ->
 
 
 def _from_file(path: Path, folder: Path | None = None) -> Checkpoint:
+    if not path.is_file():
+        raise CorruptInput(f"{path} is no regular file; weights are read from files and folders only.")
     if path.suffix == ".safetensors":
         return SafetensorsCheckpoint(folder or path, [SafetensorsFile(path)])
     if path.suffix in PICKLE_SUFFIXES:
-        checkpoint = _from_mapping(_load_pickle(path), folder or path)
+        checkpoint = _from_mapping(load_pickle(path), folder or path)
         if folder is not None:
             checkpoint.path = folder
         return checkpoint
     raise CorruptInput(f"{path}: unknown kind of weights file; expected .safetensors, .pt or .bin.")
-
-
-def _load_pickle(path: Path) -> dict[str, Tensor]:
-    """Tensors only: anything that would run code is refused by torch's weights-only reader."""
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0][:160]
-        raise CorruptInput(
-            f"{path} cannot be read as plain weights ({reason}). gradfix never runs code from a checkpoint; "
-            "save it as safetensors in the program that made it."
-        ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError,
-            zipfile.BadZipFile, AssertionError, OverflowError, UnicodeDecodeError, MemoryError, ImportError) as error:  # fmt: skip
-        raise CorruptInput(f"{path} is damaged or not a torch file ({type(error).__name__}).") from None
-    for key in ("state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
-            loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not loaded:
-        raise CorruptInput(f"{path} holds no state dict; found {type(loaded).__name__}.")
-    loaded = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
-    if loaded and all(name.startswith("module.") for name in loaded):
-        loaded = {name.removeprefix("module."): value for name, value in loaded.items()}
-    if not loaded:
-        raise CorruptInput(f"{path} holds no tensors.")
-    return loaded
 
 
 def file_hashes(checkpoint: Checkpoint) -> dict[str, str]:

@@ -154,6 +154,8 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:
             pass  # the library's own validation: offsets, overlaps, sizes
     except FileNotFoundError:
         raise CorruptInput(f"{path} does not exist.") from None
+    except (IsADirectoryError, PermissionError) as error:
+        raise CorruptInput(f"{path} cannot be read ({error.strerror}).") from None
     except SafetensorError as error:
         raise CorruptInput(f"{path} is not a valid safetensors file: {_short(error)}.") from None
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -46,7 +47,9 @@ def staged_folder(
     out = Path(os.path.abspath(out))
     _refuse_occupied(out, overwrite)
     make_parent(out)
-    with _locked(out):
+    with locked(out):
+        _finish_swap(out)
+        _refuse_occupied(out, overwrite)
         staging = _staging_path(out, key)
         _remove_stale(out, keep=staging)
         _check_space(out.parent, need_bytes)
@@ -56,6 +59,8 @@ def staged_folder(
             for path in staging.rglob("*"):
                 if path.is_file():
                     seal(path)
+                elif path.is_dir():
+                    _fsync_folder(path)
             _fsync_folder(staging)
             _swap(staging, out)
         except KeyboardInterrupt:
@@ -116,22 +121,34 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
+def locked(out: Path) -> Iterator[None]:
+    """One writer at a time; the kernel drops the lock of a process that dies."""
     lock = out.parent / f".{out.name}.gradfix.lock"
+    descriptor = _take_lock(out, lock)
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, UMASK_MODE)
-    except OSError as error:
-        raise OutputError(f"cannot write beside {out}: {reason(error)}.") from None
-    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _take_lock(out: Path, lock: Path) -> int:
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, UMASK_MODE)
+        except OSError as error:
+            raise OutputError(f"cannot write beside {out}: {reason(error)}.") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            os.close(descriptor)
             raise Locked(
                 f"another gradfix process is writing {out}. Wait for it, or choose another --out."
             ) from None
-        yield
-        lock.unlink(missing_ok=True)
-    finally:
+        # The last holder may have removed the file between our open and our lock: then it guards nothing.
+        status = os.fstat(descriptor)
+        if _identity(lock) == (status.st_dev, status.st_ino):
+            return descriptor
         os.close(descriptor)
 
 
@@ -142,7 +159,7 @@ def _staging_path(out: Path, key: str | None) -> Path:
 
 def _remove_stale(out: Path, keep: Path) -> None:
     """The lock is held, so any other staging folder of this output belongs to a dead process."""
-    for path in out.parent.glob(f".{out.name}.gradfix-*"):
+    for path in out.parent.glob(f".{glob.escape(out.name)}.gradfix-*"):
         if path != keep:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -158,11 +175,22 @@ def _swap(staging: Path, out: Path) -> None:
     if out.exists():
         old = out.parent / f".{out.name}.gradfix-old-{os.urandom(4).hex()}"
         os.rename(out, old)
-        os.rename(staging, out)
+        try:
+            os.rename(staging, out)
+        except OSError:
+            os.rename(old, out)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(staging, out)
     _fsync_folder(out.parent)
+
+
+def _finish_swap(out: Path) -> None:
+    """A writer that died between the two renames of an overwrite left the old folder aside: put it back."""
+    aside = sorted(out.parent.glob(f".{glob.escape(out.name)}.gradfix-old-*"))
+    if aside and not out.exists():
+        os.rename(aside[0], out)
 
 
 def seal(path: Path) -> None:
@@ -234,36 +262,55 @@ class SafetensorsWriter:
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """One safetensors file, complete or absent."""
-    path = Path(path)
-    make_parent(path)
-    staging = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    try:
-        with SafetensorsWriter(staging, infos, metadata) as writer:
-            for tensor in tensors.values():
-                writer.write(tensor)
-            writer.close()
-        seal(staging)
-        os.replace(staging, path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {reason(error)}.") from error
-    finally:
-        staging.unlink(missing_ok=True)
+    with _staged_file(Path(path)) as staging, SafetensorsWriter(staging, infos, metadata) as writer:
+        for tensor in tensors.values():
+            writer.write(tensor)
+        writer.close()
 
 
 def write_text(path: Path, text: str) -> None:
     """A small file, complete or absent."""
-    path = Path(path)
-    make_parent(path)
-    staging = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
-    try:
+    with _staged_file(Path(path)) as staging:
         staging.write_text(text, encoding="utf-8")
-        seal(staging)
-        os.replace(staging, path)
+
+
+@contextlib.contextmanager
+def _staged_file(path: Path) -> Iterator[Path]:
+    """A file to write; it becomes `path` when the block ends well and vanishes when it does not."""
+    make_parent(path)
+    staging = path.with_name(f".{path.name}.gradfix-{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        with open(staging, "xb") as held:
+            fcntl.flock(held.fileno(), fcntl.LOCK_EX)
+            _remove_dead_files(path)
+            yield staging
+            seal(staging)
+            os.replace(staging, path)
+            _fsync_folder(path.parent)
     except OSError as error:
+        if isinstance(error, GradfixError):
+            raise
         raise OutputError(f"cannot write {path}: {reason(error)}.") from error
     finally:
         staging.unlink(missing_ok=True)
+
+
+def discard(path: Path) -> None:
+    """Remove a file of intermediate state and what killed writers of it left."""
+    path.unlink(missing_ok=True)
+    _remove_dead_files(path)
+
+
+def _remove_dead_files(path: Path) -> None:
+    """Staging files whose writer was killed: a living writer holds a lock on its own."""
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.gradfix-*-*"):
+        try:
+            with open(stale, "rb") as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stale.unlink()
+        except OSError:
+            continue  # somebody else's, or already gone
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
@@ -298,7 +345,7 @@ def verify(folder: str | os.PathLike[str]) -> dict[str, Any]:
         path = home / relative
         if os.path.isabs(relative) or ".." in Path(relative).parts:
             raise CorruptInput(f"{home / MANIFEST} names a file outside the folder ({relative!r}); refused.")
-        if not path.is_file():
+        if not os.path.isfile(path):  # unlike Path.is_file it also answers for names no system can hold
             raise CorruptInput(f"{path} is missing; the manifest lists it.")
         if sha256_file(path) != expected:
             raise CorruptInput(
@@ -329,6 +376,8 @@ __all__ = [
     "FileHash",
     "MANIFEST",
     "SafetensorsWriter",
+    "discard",
+    "locked",
     "read_manifest",
     "refuse_inside",
     "save_tensors",

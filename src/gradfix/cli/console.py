@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def out() -> Console:
@@ -19,19 +20,19 @@ def out() -> Console:
 
 def say_error(message: str) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"[bold red]gradfix:[/] {_plain(message)}")
+    console.print(Text.assemble(("gradfix:", "bold red"), " ", _plain(message)))
 
 
 def say(message: str, quiet: bool = False) -> None:
     if not quiet:
-        out().print(_plain(message), highlight=False)
+        out().print(Text(_plain(message)), highlight=False)
 
 
 def say_notes(notes: Sequence[str], quiet: bool) -> None:
     if not quiet:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         for note in notes:
-            console.print(f"[yellow]note:[/] {_plain(note)}")
+            console.print(Text.assemble(("note:", "yellow"), " ", _plain(note)))
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], quiet: bool = False) -> None:
@@ -43,13 +44,15 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], quie
     for index, name in enumerate(header):
         made.add_column(name, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index > 0)
     for row in rows:
-        made.add_row(*(_plain(str(cell)) for cell in row))
+        made.add_row(*(Text(_plain(str(cell))) for cell in row))
     out().print(made)
 
 
 def _plain(text: str) -> str:
-    """Square brackets in names are text, not markup."""
-    return text.replace("[", r"\[")
+    """Names come from files: no escape sequence of theirs reaches the terminal, and bytes that are no
+    Unicode are spelled out."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return shown.encode("utf-8", "backslashreplace").decode()
 
 
 def write_json(content: Any, path: str | None) -> None:

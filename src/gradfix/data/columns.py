@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,7 +149,12 @@ def _unicode(value: str, column: str, where: str) -> str:
 
 
 def _filled(template: str, raw: Mapping[str, Any], where: str) -> str:
+    """Column names in braces and nothing else: a template may come with the data, and formats such as
+    `{text:>999999999}` or `{text.__class__}` are not for strangers."""
     try:
+        for _, name, form, conversion in string.Formatter().parse(template):
+            if form or conversion or any(sign in (name or "") for sign in ".["):
+                raise ValueError(f"use plain column names, not {name!r} with a format")
         return _text(template.format_map(raw), "text", where)
     except KeyError as error:
         raise DataError(_missing(str(error.args[0]), list(raw), where, "text")) from None

@@ -27,6 +27,7 @@ class Table:
     class_names: Mapping[str, list[str]] = field(default_factory=dict)
 
 
+MAX_ROWS = 20_000_000
 Reader = Callable[[Path], Table]
 READERS: Registry[Reader] = Registry("data format")
 
@@ -102,9 +103,14 @@ def read_parquet(path: Path) -> Table:
     from pyarrow import parquet
 
     try:
+        claimed = parquet.read_metadata(path).num_rows
+        if claimed > MAX_ROWS:  # run-length encoding makes a billion rows of a few bytes
+            raise DataError(f"{path} claims {claimed:,} rows, more than {MAX_ROWS:,}. Take a sample first.")
         table = parquet.read_table(path)
         rows = table.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(f"{path} is not a readable parquet file ({reason}).") from None
     return Table(
