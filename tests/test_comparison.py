@@ -18,7 +18,6 @@ from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods import METHODS
 from gradfix.results import Results
 from gradfix.searching import Score, Search, Setting
-from gradfix.support import Support
 from gradfix.taskvector import TaskVector
 
 SMALL = Search(alphas=(0.5, 1.0), wider=(2.0,), probes=(1.0,), margins=(0.0, 0.5, 1.0), rates=(1e-3, 1e-2),
@@ -271,11 +270,11 @@ def test_the_grid_widens_while_its_edge_is_best(given, monkeypatch, peak, tried)
         search=replace(SMALL, alphas=(0.5, 1.0), wider=(2.0, 4.0)),
     )
 
-    def along(view, update, alphas, known):
+    def along(support, view, setting, alphas, known):
         return {alpha: Score(99 - round(10 * abs(alpha - peak)), 1.0, 100) for alpha in alphas}
 
     monkeypatch.setattr(arena, "_along", along)
-    monkeypatch.setattr(Support, "untouched", lambda self: Score(1, 1.0, 100))
+    monkeypatch.setattr(arena, "untouched", lambda name: Score(1, 1.0, 100))
     choice = arena.choose(arena.support(3, 0), [Setting({}, lambda view: arena.tau)])
     assert set(choice.curve.points) == tried
     assert choice.alpha == min(tried, key=lambda alpha: abs(alpha - peak))

@@ -37,12 +37,17 @@ CASES = {
     "within the spread": (
         [*BASE, *both("gradfix", (70, 72), 70), *both("naive", (72, 66), 69)],
         {"method": "gradfix", "exceeds_spread": False},
-        ["within the seeds' spread", "not told apart"],
+        ["Ship gradfix; naive does as well.", "within the seeds' spread", "not told apart"],
     ),
     "few-shot wins": (
         [*BASE, *both("gradfix", (60, 60), 60), *both("few_shot", (75, 75), 74)],
         {"method": "few_shot", "transport": False},
         ["Do not transport: few_shot"],
+    ),
+    "few-shot ties with a transport": (
+        [*BASE, *both("gradfix", (70, 78), 73), *both("few_shot", (75, 74), 74)],
+        {"method": "few_shot", "transport": False, "exceeds_spread": False},
+        ["No need to transport: few_shot on the same examples does as well as gradfix."],
     ),
     "nothing helps": (
         [*BASE, *both("gradfix", (40, 40), 41, alpha=0.0), *both("naive", (39, 39), 40)],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.costs import Work
 from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
-from gradfix.scale import dialled
+from gradfix.scale import Dial, dialled
 from gradfix.searching import Choice, Curve, Score, Search, Setting, View
 from gradfix.support import Support
 from gradfix.tasks.base import Batch, Bound, Example
@@ -184,6 +184,11 @@ class Arena:
         """The model as it stands now, on one named set."""
         return self.predictions(name)[0]
 
+    def untouched(self, name: str) -> Score:
+        """The target itself on one named set; the model must not be moved when this is first asked."""
+        score: Score = self.shared(f"untouched-{name}", lambda: self.score(name))
+        return score
+
     def predictions(self, name: str) -> tuple[Score, list[int]]:
         right, loss, answers = 0, 0.0, []
         with left_as_it_was(self.model), torch.no_grad():
@@ -208,20 +213,20 @@ class Arena:
         if alphas is not None:
             if len(settings) > 1:
                 raise UsageError("fixed alphas are for methods with one setting.")
-            curve = self._curve(support, settings[0].make, alphas)
+            curve = self._curve(support, settings[0], alphas)
             return Choice(settings[0], curve.best, curve, curve.notes)
         chosen, known = settings[0], None
         if len(settings) > 1:
-            probes = [self._curve(support, one.make, self.search.probes) for one in settings]
+            probes = [self._curve(support, one, self.search.probes) for one in settings]
             best = max(range(len(settings)), key=lambda i: (probes[i].score.value, -i))
             chosen, known = settings[best], probes[best].points
-        curve = self._curve(support, chosen.make, self.search.alphas, self.search.wider, known)
+        curve = self._curve(support, chosen, self.search.alphas, self.search.wider, known)
         return Choice(chosen, curve.best, curve, curve.notes)
 
     def _curve(
         self,
         support: Support,
-        make: Callable[[View], TaskVector],
+        setting: Setting,
         grid: Sequence[float],
         wider: Sequence[float] = (),
         known: Mapping[float, Score] | None = None,
@@ -229,37 +234,57 @@ class Arena:
         """Scores on the grid, then one wider alpha after the other while the best is not left behind."""
         views = support.views()
         points = {0.0: support.untouched(), **(known or {})}
-        # One view keeps its masked vector; folds are revisited, so that one vector is alive at a time.
-        only = make(views[0]) if len(views) == 1 else None
         edge = max(grid)
         rungs = [sorted(grid), *([alpha] for alpha in sorted(wider) if alpha > edge)]
         for before, rung in zip([None, *rungs], rungs, strict=False):
             if before is not None and Curve(points).best < before[-1]:
                 break
             missing = [alpha for alpha in rung if alpha not in points]
-            parts = [self._along(view, only or make(view), missing, points) for view in views if missing]
+            parts = [self._along(support, view, setting, missing, points) for view in views if missing]
             for alpha in missing:
                 if all(alpha in part for part in parts):
                     points[alpha] = sum((part[alpha] for part in parts[1:]), parts[0][alpha])
         return Curve(points, _curve_notes(Curve(points), edge if wider else None))
 
     def _along(
-        self, view: View, update: TaskVector, alphas: Sequence[float], known: Mapping[float, Score]
+        self,
+        support: Support,
+        view: View,
+        setting: Setting,
+        alphas: Sequence[float],
+        known: Mapping[float, Score],
     ) -> dict[float, Score]:
         """One view's scores; with patience and a single view, a falling curve is not followed to its end."""
         out: dict[float, Score] = {}
         patience = self.search.patience if view.left_out is None else None
         falling = 0
-        with dialled(self.model, update) as dial:
-            self.bill.own += Work(vectors=len(alphas))
+        with ExitStack() as stack:
+            dials: list[Dial] = []
+
+            def measure(alpha: float) -> Score:
+                if not dials:
+                    dials.append(stack.enter_context(dialled(self.model, setting.make(view))))
+                dials[0].turn(alpha)
+                self.bill.own += Work(vectors=1)
+                return self.score(view.held)
+
             for alpha in alphas:
-                dial.turn(alpha)
-                out[alpha] = self.score(view.held)
+                out[alpha] = self._known_score(support, view, setting, alpha, measure)
                 top = max(score.accuracy for score in (*known.values(), *out.values()))
                 falling = falling + 1 if out[alpha].accuracy < top - 2 else 0
                 if patience is not None and falling >= patience:
                     break
         return out
+
+    def _known_score(
+        self, support: Support, view: View, setting: Setting, alpha: float, measure: Callable[[float], Score]
+    ) -> Score:
+        """Settings that several methods share are measured once, and billed to each."""
+        if setting.key is None:
+            return measure(alpha)
+        fold = "" if view.held == "validation" else f"-{support.name}"
+        score: Score = self.shared(f"score-{setting.key}{fold}-{view.held}-{alpha}", lambda: measure(alpha))
+        return score
 
 
 def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:

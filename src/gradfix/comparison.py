@@ -208,7 +208,7 @@ class _Run:
         """Score what the method would ship; nothing here flows back into a choice."""
         arena, update = self.arena, outcome.update
         sets = self._sets() if fixed else [[support.shots, support.seed]]
-        before = {f"{k}-{s}": self._loss(k, s) for k, s in sets}
+        before = {f"{k}-{s}": self._loss_before(k, s) for k, s in sets}
         with dialled(arena.model, update if update is not None else {}) as dial:
             dial.turn(outcome.alpha)
             score, answers = arena.predictions("test")
@@ -236,6 +236,9 @@ class _Run:
             "parts": parts,
             "answers": answers,
         }
+
+    def _loss_before(self, shots: int, seed: int) -> float:
+        return self.arena.untouched(self.arena.few_shot_set(shots, seed)).loss
 
     def _loss(self, shots: int, seed: int) -> float:
         return self.arena.score(self.arena.few_shot_set(shots, seed)).loss

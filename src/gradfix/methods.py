@@ -84,7 +84,7 @@ def zero_shot(arena: Arena, support: Support) -> Outcome:
 @method("naive", "Plain addition", fixed=True)
 def naive(arena: Arena, support: Support) -> Outcome:
     """B + alpha * tau."""
-    return _shipped(arena.choose(support, [Setting({}, lambda view: arena.tau)]), support)
+    return _shipped(arena, arena.choose(support, [Setting({}, lambda view: arena.tau, "tau")]), support)
 
 
 @method("one_step", "One AdamW step", transports=False)
@@ -146,7 +146,7 @@ def veto(arena: Arena, support: Support) -> Outcome:
     choice = _veto_choice(arena, support)
     margin = choice.setting.knobs["margin"]
     moved = transport(arena.tau, support.votes(support.whole), "veto", margin=margin)
-    return _shipped(choice, support, moved=moved, margin=margin)
+    return _shipped(arena, choice, support, moved=moved, margin=margin)
 
 
 @method("veto_polish", "Veto, then few-shot")
@@ -207,28 +207,36 @@ def _known(arena: Arena) -> TaskVector:
 
 def _aligned(arena: Arena, support: Support, how: str) -> Outcome:
     moved = arena.aligned(how)
-    return _shipped(arena.choose(support, [Setting({}, lambda view: moved)]), support)
+    return _shipped(arena, arena.choose(support, [Setting({}, lambda view: moved)]), support)
 
 
 def _masked(
     arena: Arena, support: Support, make: Callable[[View], Transported], votes: str | None = None
 ) -> Outcome:
     choice = arena.choose(support, [Setting({}, lambda view: make(view).update)])
-    outcome = _shipped(choice, support, moved=make(support.whole))
+    outcome = _shipped(arena, choice, support, moved=make(support.whole))
     if votes is not None:
         outcome.parts["votes"] = votes
     return outcome
 
 
 def _shipped(
-    choice: Choice, support: Support, *, moved: Transported | None = None, margin: float | None = None
+    arena: Arena,
+    choice: Choice,
+    support: Support,
+    *,
+    moved: Transported | None = None,
+    margin: float | None = None,
 ) -> Outcome:
     update = moved.update if moved is not None else choice.setting.make(support.whole)
     parts: dict[str, Any] = {"curve": choice.curve.accuracies()}
     if moved is not None:
-        sizes = {name: tensor.numel() for name, tensor in update.items()}
-        parts["kept"] = kept_by_block(moved.kept, sizes)
-        parts["kept_share"] = moved.kept_share()
+        sizes = {name: int(arena.tau[name].count_nonzero()) for name in update}
+        changed = {name: share for name, share in moved.kept.items() if sizes[name]}
+        parts["kept"] = kept_by_block(changed, sizes)
+        parts["kept_share"] = sum(share * sizes[name] for name, share in changed.items()) / sum(
+            sizes.values()
+        )
     return Outcome(update, choice.alpha, margin, choice.curve.score, choice.notes, parts)
 
 
@@ -255,6 +263,8 @@ def _vetoed(arena: Arena, support: Support, margin: float) -> Setting:
     def make(view: View) -> TaskVector:
         return transport(arena.tau, support.votes(view), "veto", margin=margin).update
 
+    if margin == 1:  # nothing can be vetoed
+        return Setting({"margin": margin}, lambda view: arena.tau, "tau")
     return Setting({"margin": margin}, make)
 
 

@@ -40,7 +40,7 @@ class Search:
             alphas=(0.25, 0.5, 1.0),
             wider=(1.5, 2.0, 3.0, 4.0, 6.0, 8.0),
             probes=(0.5, 1.0),
-            margins=(0.0, 0.3, 0.6, 1.0),
+            margins=(0.0, 0.4, 1.0),
             rates=(1e-4, 3e-4),
             steps=(8, 16),
             step_batch=16,
@@ -105,10 +105,13 @@ class View:
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing a method can do: its knobs, and the update it makes from a view of the few-shot set."""
+    """One thing a method can do: its knobs, and the update it makes from a view of the few-shot set.
+
+    `key` names an update that other methods make as well and that no label went into."""
 
     knobs: Mapping[str, float]
     make: Callable[[View], TaskVector]
+    key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ class Support:
 
     def untouched(self) -> Score:
         """The target itself on what scores the choices."""
-        name = self.whole.held
-        return self.arena.shared(f"untouched-{name}", lambda: self.arena.score(name))
+        return self.arena.untouched(self.whole.held)
 
     def votes(self, view: View, rule: str = "majority") -> SignVotes:
         """Votes on a view's examples. Votes add up, so every example is asked once however many folds there are."""

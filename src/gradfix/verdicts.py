@@ -60,6 +60,7 @@ def judge(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> dict[
         "pair": rows[0].get("pair"),
         "seeds": len(groups[winner]),
     }
+    verdict["advice"] = _advice(verdict, titles)
     verdict["text"] = _words(verdict, accuracy, groups, titles)
     return verdict
 
@@ -101,7 +102,7 @@ def _words(
     where = (
         "the validation split" if verdict["regime"] == "validation" else "held-out folds of the few-shot set"
     )
-    text = [_advice(winner, verdict["transport"], name)]
+    text = [verdict["advice"]]
     text.append(f"Chosen on {where}; test accuracy {verdict['accuracy']:.1f}%{_gain(verdict)}.")
     if following is not None:
         text.append(_against(verdict, name(following)))
@@ -115,12 +116,18 @@ def _words(
     return " ".join(text)
 
 
-def _advice(winner: str, transport: bool, name: Any) -> str:
-    if winner == "zero_shot" or (winner not in STAYS and not transport):
+def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    """What to do, in one sentence; a lead within the seeds' spread is not called a win."""
+    winner, following = verdict["method"], verdict["next"]
+    name, other = titles.get(winner, winner), titles.get(following, following)
+    tied = following is not None and verdict["spread"] is not None and not verdict["exceeds_spread"]
+    if winner == "zero_shot" or (winner not in STAYS and not verdict["transport"]):
         return "Do not transport: keep the target as it is."
+    if winner in STAYS and tied and following not in STAYS:
+        return f"No need to transport: {name} on the same examples does as well as {other}."
     if winner in STAYS:
-        return f"Do not transport: {name(winner)} on the same examples does better than moving the old fine-tune."
-    return f"Ship {name(winner)}."
+        return f"Do not transport: {name} on the same examples does better than moving the old fine-tune."
+    return f"Ship {name}; {other} does as well." if tied else f"Ship {name}."
 
 
 def _gain(verdict: Mapping[str, Any]) -> str:

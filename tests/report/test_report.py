@@ -79,7 +79,7 @@ def results(
                 "examples": [example],
             }
             for p in pairs
-        ],  # fmt: skip
+        ],
         notes=[SNEAKY],
         provenance=[{**provenance, "pair": pair} for pair in pairs],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gradfix.report.sections import baseline_wins, flops, headline, seconds
+from gradfix.report.sections import baseline_wins, flops, headline, reasons, seconds
 from gradfix.results import Results, number_text, share_text
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&-])")
@@ -23,7 +23,7 @@ def to_markdown(results: Results, title: str = "What to ship") -> str:
         main = max(verdicts, key=lambda verdict: verdict["shots"])
         if pair is not None:
             lines += [f"## {safe(str(pair).capitalize())}", ""]
-        lines += [f"**{safe(headline(main, results.title))}.** {safe(main['text'])}", ""]
+        lines += [f"**{safe(headline(main))}.** {safe(reasons(main))}", ""]
         caution = baseline_wins(main, results.title)
         if caution:
             lines += [safe(caution), ""]

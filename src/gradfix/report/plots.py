@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-WIDTH, HEIGHT = 380, 230
-LEFT, RIGHT, TOP, BOTTOM = 38, 12, 12, 34
+WIDTH, HEIGHT = 380, 240
+LEFT, RIGHT, TOP, BOTTOM = 30, 12, 26, 34
 
 Point = tuple[float, float]
 

@@ -27,7 +27,8 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
     return {
         "pair": pair,
         "task": rows[0].get("task"),
-        "headline": headline(main, results.title),
+        "headline": headline(main),
+        "reasons": reasons(main),
         "verdict": main,
         "figures": figures(main),
         "others": [verdict for verdict in verdicts if verdict is not main],
@@ -44,13 +45,14 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
     }
 
 
-def headline(verdict: Entry, title: Any) -> str:
-    """The verdict in a few words."""
-    if verdict["transport"]:
-        return f"Ship {title(verdict['method'])}"
-    if verdict["method"] in STAYS and verdict["method"] != "zero_shot":
-        return f"Do not transport: {title(verdict['method'])} does better"
-    return "Do not transport"
+def headline(verdict: Entry) -> str:
+    """The verdict's advice as a title."""
+    return str(verdict["advice"]).rstrip(".")
+
+
+def reasons(verdict: Entry) -> str:
+    """The verdict's text without the advice, which the title gives."""
+    return str(verdict["text"]).removeprefix(verdict["advice"]).strip()
 
 
 def figures(verdict: Entry) -> list[tuple[str, str]]:
