@@ -85,3 +85,11 @@ def flops(
         raise UsageError(unknown("costed method", method, list(COSTS)))
     work = COSTS[method].work(samples, steps) + Work(forward=scored * settings)
     return work.flops(parameters, tokens)
+
+
+def readable(value: float) -> str:
+    """1.2e9 as "1.2 G": put the unit's name behind it."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f} "

@@ -67,7 +67,7 @@ Run = Callable[[Arena, Support], Outcome]
 
 
 def method(name: str, title: str, **traits: bool) -> Callable[[Run], Run]:
-    """Register a method: `@method("veto", "GradFix with a veto")` over a function of arena and support."""
+    """Register a method: `@method("veto", "GradFix, veto")` over a function of arena and support."""
 
     def add(run: Run) -> Run:
         METHODS.register(name)(Method(run, title, **traits))
@@ -103,12 +103,12 @@ def few_shot(arena: Arena, support: Support) -> Outcome:
     return _polish(arena, support, None)
 
 
-@method("gradfix", "GradFix (majority vote)")
+@method("gradfix", "GradFix")
 def gradfix(arena: Arena, support: Support) -> Outcome:
     return _masked(arena, support, lambda view: transport(arena.tau, support.votes(view)), votes="majority")
 
 
-@method("gradfix_mean", "GradFix (mean vote)")
+@method("gradfix_mean", "GradFix, mean vote")
 def gradfix_mean(arena: Arena, support: Support) -> Outcome:
     return _masked(
         arena, support, lambda view: transport(arena.tau, support.votes(view, "mean")), votes="mean"
@@ -130,7 +130,7 @@ def random_mask(arena: Arena, support: Support) -> Outcome:
     return _masked(arena, support, lambda view: transport(arena.tau, mask="random", generator=support.seed))
 
 
-@method("random_tau", "Random vector, voted mask", control=True)
+@method("random_tau", "Random vector", control=True)
 def random_tau(arena: Arena, support: Support) -> Outcome:
     """The control for the task vector: noise of tau's mean and spread under the same mask."""
     noise = random_like(arena.tau, support.seed)
@@ -140,7 +140,7 @@ def random_tau(arena: Arena, support: Support) -> Outcome:
     return _masked(arena, support, lambda view: transport(noise, support.votes(view)))
 
 
-@method("veto", "GradFix with a veto")
+@method("veto", "GradFix, veto")
 def veto(arena: Arena, support: Support) -> Outcome:
     """Drop only what the vote opposes with confidence; the margin is chosen with alpha."""
     choice = _veto_choice(arena, support)
@@ -166,7 +166,7 @@ def transfusion(arena: Arena, support: Support) -> Outcome:
     return _aligned(arena, support, "transfusion")
 
 
-@method("rebasin", "Git Re-Basin", fixed=True)
+@method("rebasin", "Re-Basin", fixed=True)
 def rebasin(arena: Arena, support: Support) -> Outcome:
     return _aligned(arena, support, "rebasin")
 

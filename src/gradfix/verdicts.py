@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from gradfix.costs import readable
+
 Row = Mapping[str, Any]
 
 STAYS = ("zero_shot", "one_step", "few_shot")  # nothing of the old fine-tune is moved
@@ -84,6 +86,12 @@ def _noise(groups: Mapping[str, Sequence[Row]], first: str, second: str | None) 
     return spread([row["accuracy"] - theirs[row["seed"]] for row in groups[first] if row["seed"] in theirs])
 
 
+def inline(title: str) -> str:
+    """A title in the middle of a sentence; names with inner capitals keep theirs."""
+    first, space, rest = title.partition(" ")
+    return title if first[1:] != first[1:].lower() else f"{first.lower()}{space}{rest}"
+
+
 def _test_error(accuracy: float, samples: int | None) -> float | None:
     """One standard error of an accuracy measured on so many examples."""
     return (accuracy * (100 - accuracy) / samples) ** 0.5 if samples else None
@@ -96,7 +104,7 @@ def _words(
     titles: Mapping[str, str],
 ) -> str:
     def name(method: str) -> str:
-        return titles.get(method, method)
+        return inline(titles.get(method, method))
 
     winner, following = verdict["method"], verdict["next"]
     where = (
@@ -111,7 +119,7 @@ def _words(
     flops = verdict["cost_flops"]
     samples = groups[winner][0].get("samples")
     if flops:
-        cost += f" and {flops:.1e} FLOPs" + (f" with N = {samples} labelled examples" if samples else "")
+        cost += f" and {readable(flops)}FLOPs" + (f" with N = {samples} labelled examples" if samples else "")
     text.append(cost + ".")
     return " ".join(text)
 
@@ -119,7 +127,7 @@ def _words(
 def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """What to do, in one sentence; a lead within the seeds' spread is not called a win."""
     winner, following = verdict["method"], verdict["next"]
-    name, other = titles.get(winner, winner), titles.get(following, following)
+    name, other = inline(titles.get(winner, winner)), inline(titles.get(following, str(following)))
     tied = following is not None and verdict["spread"] is not None and not verdict["exceeds_spread"]
     if winner == "zero_shot" or (winner not in STAYS and not verdict["transport"]):
         return "Do not transport: keep the target as it is."

@@ -133,7 +133,7 @@ def test_attributes_made_from_numbers_hold_numbers_only(page):
 
 def test_the_verdict_comes_first(page):
     body = page[page.index("<main>") :]
-    assert body.index("Ship Veto") < body.index("<table")
+    assert body.index("Ship veto") < body.index("<table")
     for text in (
         "alpha",
         "Loss on the few-shot set",

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from gradfix.costs import readable
 from gradfix.report.plots import Series, curves
 from gradfix.results import Results
-from gradfix.verdicts import CONTROLS, REFERENCES, STAYS
+from gradfix.verdicts import CONTROLS, REFERENCES, STAYS, inline
 
 Entry = Mapping[str, Any]
 BASELINES = (*STAYS, "naive")
@@ -61,7 +62,7 @@ def figures(verdict: Entry) -> list[tuple[str, str]]:
         found.append(("over the target as it is", f"{verdict['over_zero_shot']:+.1f}"))
     if verdict["recovered"] is not None:
         found.append(("of the fine-tuning gain", f"{100 * verdict['recovered']:.0f}%"))
-    found.append(("per seed", seconds(verdict["cost_seconds"])))
+    found.append(("time per seed", seconds(verdict["cost_seconds"])))
     return found
 
 
@@ -71,10 +72,10 @@ def baseline_wins(verdict: Entry, title: Any) -> str | None:
     if best not in BASELINES:
         return None
     if best == verdict["method"]:
-        return f"A baseline wins here: nothing that looks at votes scored above {title(best)} on test."
-    return (
-        f"On test a baseline, {title(best)}, scored highest; the choice was made on other data and is kept."
-    )
+        return (
+            f"A baseline wins here: nothing that looks at votes scored above {inline(title(best))} on test."
+        )
+    return f"On test a baseline, {inline(title(best))}, scored highest; the choice was made on other data and is kept."
 
 
 def seconds(value: float) -> str:
@@ -84,13 +85,7 @@ def seconds(value: float) -> str:
 
 
 def flops(value: float | None) -> str:
-    """1.2e9 as 1.2 G."""
-    if value is None:
-        return ""
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f}"
+    return "" if value is None else readable(value).strip()
 
 
 def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any]:
