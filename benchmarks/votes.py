@@ -44,12 +44,14 @@ def vit(width: int, depth: int, heads: int, patch: int, size: int, samples: int)
     return ViTForImageClassification(config), loss, batch
 
 
-def llama(width: int, depth: int, hidden: int, heads: int, tokens: int, samples: int) -> Case:
+def llama(
+    width: int, depth: int, hidden: int, heads: int, tokens: int, samples: int, shared_heads: int = 8
+) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=width, num_hidden_layers=depth, intermediate_size=hidden, num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 8), vocab_size=32000, max_position_embeddings=2048,
+        num_key_value_heads=max(1, heads // shared_heads), vocab_size=32000, max_position_embeddings=2048,
     )  # fmt: skip
     batch = {"ids": torch.randint(0, 32000, (samples, tokens))}
     return LlamaForCausalLM(config), _language_loss, batch
@@ -81,6 +83,7 @@ MODELS: dict[str, Callable[[int], Case]] = {
     "vit-b": lambda n: vit(768, 12, 12, 16, 224, n),
     "vit-l": lambda n: vit(1024, 24, 16, 14, 224, n),
     "llama-1b": lambda n: llama(2048, 22, 5632, 32, 512, n),
+    "llama-7b": lambda n: llama(4096, 32, 11008, 32, 512, n, shared_heads=1),
     "t5-base": t5,
     "vit-s": lambda n: vit(384, 12, 6, 16, 224, n),
     "vit-s-short": lambda n: vit(384, 12, 6, 16, 48, n),
@@ -90,7 +93,6 @@ MODELS: dict[str, Callable[[int], Case]] = {
 
 def ordinary(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
     loss(model, batch).sum().backward()
-    model.zero_grad(set_to_none=True)
 
 
 def retain_graph(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
@@ -150,9 +152,12 @@ SCHEMES = {
 SLOW = {"loop", "vmap", "retain_graph", "opacus"}
 
 
-def measure(scheme: str, case: Case, repeats: int, device: torch.device) -> dict[str, Any]:
+def measure(scheme: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Median seconds over fresh tallies, and the peak memory above what was there before."""
     model, loss, batch = case
+    device, repeats = torch.device(options.device), options.repeats
+    step = options.micro_batch or options.samples
+    parts = [take(batch, slice(start, start + step)) for start in range(0, options.samples, step)]
     seconds = []
     peak = held = 0
     warm_up = 1 if scheme in SLOW else 2
@@ -163,7 +168,9 @@ def measure(scheme: str, case: Case, repeats: int, device: torch.device) -> dict
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated() - sum(b.numel() for _, b in tally.items())
         start = time.perf_counter()
-        SCHEMES[scheme](model, loss, batch, tally)
+        for part in parts:
+            SCHEMES[scheme](model, loss, part, tally)
+        model.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated() - held
@@ -181,6 +188,9 @@ def profile(case: Case, scheme: str) -> dict[str, Any]:
 
     model, loss, batch = case
     tally = Tally({} if scheme == "ordinary" else dict(model.named_parameters()))
+    SCHEMES[scheme](model, loss, batch, tally)
+    model.zero_grad(set_to_none=True)
+    tally = Tally(tally.parameters)
     torch.cuda.synchronize()
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         start = time.perf_counter()
@@ -215,12 +225,13 @@ def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[st
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
         "samples": options.samples,
+        "micro_batch": options.micro_batch or options.samples,
         "parameters": sum(p.numel() for p in model.parameters()),
         "schemes": {},
     }
     for scheme in options.schemes:
         try:
-            row["schemes"][scheme] = measure(scheme, (model, loss, batch), options.repeats, device)
+            row["schemes"][scheme] = measure(scheme, (model, loss, batch), options)
         except (RuntimeError, ImportError, ValueError, AttributeError, NotImplementedError) as error:
             row["schemes"][scheme] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         model.zero_grad(set_to_none=True)
@@ -230,7 +241,8 @@ def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[st
     row["ratios"] = _ratios(row["schemes"])
     if options.profile:
         chosen = [scheme for scheme in ("ordinary", "batched") if scheme in options.schemes]
-        row["profile"] = {scheme: profile((model, loss, batch), scheme) for scheme in chosen}
+        part = take(batch, slice(0, row["micro_batch"]))
+        row["profile"] = {scheme: profile((model, loss, part), scheme) for scheme in chosen}
     if device.type == "cuda" and "peak_bytes" in row["schemes"].get("batched", {}):
         extra = row["schemes"]["batched"]["peak_bytes"] - row["schemes"]["ordinary"]["peak_bytes"]
         row["ratios"]["extra_peak_bytes_per_parameter"] = extra / row["parameters"]
@@ -255,6 +267,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
     parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--micro-batch", type=int, default=None, help="samples at a time, for every scheme")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tf32", action="store_true", help="let float32 products use the tf32 matrix units")

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from gradfix.errors import DataError
+from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.layout import probes
-from gradfix.votes.loop import Batch, Loss, batch_size, samples, take
+from gradfix.votes.loop import Batch, Loss, batch_size, fold_each, samples, take
 from gradfix.votes.plan import Plan, PlanMismatch, leave_out, resolve
 from gradfix.votes.tally import Tally
-from gradfix.votes.trace import Probe, Votes, leaks, picked_rows
+from gradfix.votes.trace import Probe, Votes, picked_rows, reach
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
@@ -33,12 +33,11 @@ def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
     tally.reserve(count)
     votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
     if votes is None or losses is None:
-        _vote_one_by_one(model, loss, batch, tally, set(tally.parameters))
+        fold_each(model, loss, batch, tally)
         return
-    votes.replaying = True
-    with votes:
-        torch.autograd.grad(losses, [votes.anchor], torch.ones_like(losses), allow_unused=True)
-    votes.finish()
+    votes.backward(losses)
+    if votes.plan.light and reach(losses, tally.parameters, votes.anchor).others:
+        raise UnsafeResult('a batch used weights in a way earlier ones did not; vote again with engine="loop".')
     _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
 
 
@@ -58,12 +57,15 @@ def _forward(
         except PlanMismatch:
             plan = _make_plan(model, loss, batch, tally, whole=True)
             continue
-        leaked, hidden = leaks(losses, {n: p for n, p in tally.parameters.items() if n not in plan.left_out})
-        if hidden:
-            return None, None
-        if not leaked:
+        if plan.light:
             return votes, losses
-        plan.left_out |= leaked
+        seen = reach(losses, tally.parameters, votes.anchor)
+        if seen.hidden:
+            return None, None
+        if seen.parameters <= plan.left_out:
+            plan.light = not seen.others
+            return votes, losses
+        plan.left_out |= seen.parameters
         plan.steps = leave_out(plan.steps, plan.left_out)
         _note(plan.left_out)
     return None, None
@@ -95,8 +97,7 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
         probe.sample = sample
         only = torch.zeros_like(losses)
         only[sample] = 1
-        with probe:
-            torch.autograd.grad(losses, [probe.anchor], only, retain_graph=True, allow_unused=True)
+        torch.autograd.grad(losses, [probe.anchor], only, retain_graph=True, allow_unused=True)
     plan = resolve(probe.operations, count, set())
     if plan.flat:
         picked = picked_rows(losses)

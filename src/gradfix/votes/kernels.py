@@ -7,6 +7,9 @@ Triton, or for shapes the copy engine does not take, batched products in chunks 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,33 +22,50 @@ except ImportError:  # the CPU builds of torch come without it
     triton = None
 
 NARROW = (torch.float16, torch.bfloat16, torch.float32)
+COPY_BYTES = 96 * 2**20  # of re-ordered 32-bit operands at a time
 WIDEST = 16384  # features one program of token_sums can hold
 CHUNK_BYTES = 24 * 2**20  # a chunk of per-sample gradients stays in the second-level cache
+
+
+Tiles = tuple[int, int, int, int, int, int]  # rows, columns, tokens a step, warps, stages, programs a processor
+TILES_16: Tiles = (128, 256, 32, 8, 5, 1)
+SMALL_TILES_16: Tiles = (128, 128, 32, 4, 5, 2)
+TILES_TF32: Tiles = (128, 256, 32, 8, 3, 1)
+SMALL_WEIGHT = 2_000_000  # entries below which smaller tiles fill the processors better
 
 
 def fold_product(left: Tensor, right: Tensor, votes: Tensor) -> bool:
     """votes += sum_n sign(-left_n^T right_n) on a GPU; False where the caller should do it itself."""
     if not left.is_cuda:
         return False
-    if _fits_tiles(left, right):
-        if left.dtype == torch.float32:
-            fold_tiles(_tokens_last(left), _tokens_last(right), votes, TILES_TF32)
-        else:
-            fold_tiles(left.contiguous(), right.contiguous(), votes, TILES_16)
-    else:
+    if not _fits_tiles(left, right):
         fold_chunks(left, right, votes)
+    elif left.dtype == torch.float32:
+        step = max(1, COPY_BYTES // max(1, left[0].nbytes + right[0].nbytes))
+        for rows in (slice(start, start + step) for start in range(0, len(left), step)):
+            fold_tiles(_tokens_last(left[rows]), _tokens_last(right[rows]), votes, TILES_TF32)
+    else:
+        small = left.shape[2] * right.shape[2] < SMALL_WEIGHT
+        tiles = SMALL_TILES_16 if small else TILES_16
+        fold_tiles(_for_copy_engine(left), _for_copy_engine(right), votes, tiles)
     return True
 
 
 def _fits_tiles(left: Tensor, right: Tensor) -> bool:
-    if triton is None or torch.cuda.get_device_capability(left.device)[0] < 9:
+    if triton is None or _capability(left.device) < 9 or left.dtype not in NARROW:
         return False
     if left.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
         return False
-    if left.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False
     rows, columns, tokens = left.shape[2], right.shape[2], left.shape[1]
     return rows % 8 == 0 and columns % 8 == 0 and min(rows, columns) >= 64 and tokens >= 8
+
+
+def _for_copy_engine(tensor: Tensor) -> Tensor:
+    """As it is where the features are contiguous and everything else is a multiple of 16 bytes apart."""
+    outer, inner, last = tensor.stride()
+    if last == 1 and outer % 8 == 0 and inner % 8 == 0 and outer and inner and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.contiguous()
 
 
 def fold_chunks(left: Tensor, right: Tensor, votes: Tensor) -> None:
@@ -57,10 +77,9 @@ def fold_chunks(left: Tensor, right: Tensor, votes: Tensor) -> None:
         if triton is None:
             votes.sub_(gradients.sign_().sum(0, dtype=torch.int32).to(votes.dtype))
         else:
-            grid = (triton.cdiv(rows, 32), triton.cdiv(columns, 128))
-            _subtract_signs[grid](
-                gradients, votes, gradients.shape[0], rows, columns, *votes.stride(), 32, 128, num_warps=8
-            )
+            grid = (_ceil(rows, 32), _ceil(columns, 128), 1)
+            numbers = (gradients.shape[0], rows, columns, *votes.stride())
+            _launch(_subtract_signs, grid, (gradients, votes), numbers, (32, 128), num_warps=8)
 
 
 def sees(tensor: Tensor) -> bool:
@@ -68,63 +87,117 @@ def sees(tensor: Tensor) -> bool:
     return triton is not None and tensor.is_cuda and tensor.stride(-1) == 1 and tensor.dtype in NARROW
 
 
-def fold_rows(values: Tensor, votes: Tensor) -> None:
-    """votes += sum_n sign(-values_n), in one launch; votes must be contiguous."""
-    width = votes.numel()
-    values = values.reshape(values.shape[0], width).contiguous()
-    _subtract_signs[(1, triton.cdiv(width, 256))](values, votes, values.shape[0], 1, width, width, 1, 1, 256)
+def fold_rows(values: list[Tensor], votes: list[Tensor]) -> None:
+    """votes += sum_n sign(-values_n) for many small tensors together; each votes tensor must be contiguous."""
+    samples = values[0].shape[0]
+    joined = torch.cat([value.reshape(samples, -1) for value in values], 1)
+    width = joined.shape[1]
+    total = torch.zeros(width, dtype=votes[0].dtype, device=joined.device)
+    grid = (1, _ceil(width, 256), 1)
+    _launch(_subtract_signs, grid, (joined, total), (samples, 1, width, width, 1), (1, 256), num_warps=4)
+    parts = total.split([tensor.numel() for tensor in votes])
+    torch._foreach_add_([tensor.view(-1) for tensor in votes], list(parts))
 
 
-def token_sums(gradient: Tensor, data: Tensor | None, kind: str, eps: float) -> tuple[Tensor, Tensor]:
+def token_sums(gradient: Tensor, data: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:
     """Per sample, over its tokens: the sum of gradient * normalised(data), and of gradient alone.
 
     `kind` is "layer" (mean and variance), "rms" or "plain" (data as it is)."""
     samples, tokens, width = gradient.shape
-    block = triton.next_power_of_2(width)
+    block = 1 << (width - 1).bit_length()
     rows = max(1, min(16, 4096 // block))
-    parts = max(1, min(triton.cdiv(tokens, rows), triton.cdiv(1056, samples)))
-    share = triton.cdiv(triton.cdiv(tokens, rows), parts) * rows
+    parts = max(1, min(_ceil(tokens, rows), _ceil(1056, samples)))
+    share = _ceil(_ceil(tokens, rows), parts) * rows
     out = torch.empty(2, samples, parts, width, dtype=torch.float32, device=gradient.device)
-    data = gradient if data is None else data
-    _token_sums[(samples, parts)](
-        gradient, data, out, tokens, width, share, out.stride(0), eps, *gradient.stride()[:2], *data.stride()[:2],
-        KIND={"plain": 0, "rms": 1, "layer": 2}[kind], ROWS=rows, BLOCK=block, num_warps=8,
-    )  # fmt: skip
+    strides = (*gradient.stride()[:2], *data.stride()[:2])
+    numbers = (tokens, width, share, out.stride(0), eps, *strides)
+    constants = ({"plain": 0, "rms": 1, "layer": 2}[kind], rows, block)
+    _launch(_token_sums, (samples, parts, 1), (gradient, data, out), numbers, constants, num_warps=8)
     products, sums = out.sum(2) if parts > 1 else out[:, :, 0]
     return products, sums
 
 
-# Tile rows, columns, tokens a step, warps, stages.
-TILES_16 = (128, 256, 64, 8, 3)
-TILES_TF32 = (128, 128, 32, 8, 3)
-
-
-def fold_tiles(
-    left: Tensor, right: Tensor, votes: Tensor, tiles: tuple[int, int, int, int, int], per_sm: int = 1
-) -> None:
+def fold_tiles(left: Tensor, right: Tensor, votes: Tensor, tiles: Tiles) -> None:
     """The fused product: 16-bit operands as (samples, tokens, features), 32-bit ones with the tokens last."""
-    tokens_last = left.dtype == torch.float32
-    samples = left.shape[0]
-    features = 1 if tokens_last else 2
-    rows, columns, tokens = left.shape[features], right.shape[features], left.shape[3 - features]
-    block_m, block_n, block_k, warps, stages = tiles
-    grid_m, grid_n = triton.cdiv(rows, block_m), triton.cdiv(columns, block_n)
-    groups = _groups(samples, grid_m * grid_n, _processors(left.device) * per_sm)
-    share = triton.cdiv(samples, groups)
-    counts = torch.empty(groups, rows, columns, dtype=torch.int8, device=left.device)
-    blocks = [[1, side, block_k] if tokens_last else [1, block_k, side] for side in (block_m, block_n)]
-    operands = [
-        TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t, block in zip((left, right), blocks)
-    ]
-    _count_signs[(grid_m * grid_n, groups)](
-        *operands, counts, samples, share, rows, columns, triton.cdiv(tokens, block_k),
-        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, TOKENS_LAST=tokens_last,
-        SATURATE=left.is_cuda, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    grid = (triton.cdiv(rows, 32), triton.cdiv(columns, 128))
-    _subtract_counts[grid](counts, votes, groups, rows, columns, *votes.stride(), 32, 128, num_warps=4)
+    work = _tile_work(left.shape, right.shape, left.dtype == torch.float32, tiles, _processors(left.device))
+    counts = torch.empty(work.counts, dtype=torch.int8, device=left.device)
+    operands = (_Operand(left, work.blocks[0]), _Operand(right, work.blocks[1]), counts)
+    constants = (*work.constants, left.is_cuda)
+    _launch(_count_signs, work.grid, operands, work.numbers, constants, num_warps=tiles[3], num_stages=tiles[4])
+    _, rows, columns = work.counts
+    grid = (_ceil(rows, 32), _ceil(columns, 128), 1)
+    numbers = (*work.counts, *votes.stride())
+    _launch(_subtract_counts, grid, (counts, votes), numbers, (32, 128), num_warps=4)
 
 
+@dataclass(frozen=True)
+class _Work:
+    counts: tuple[int, int, int]
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...]
+    blocks: tuple[list[int], list[int]]
+
+
+@functools.cache
+def _tile_work(left: torch.Size, right: torch.Size, tokens_last: bool, tiles: Tiles, processors: int) -> _Work:
+    """How a product of these shapes is cut up; the same for every batch, so it is worked out once."""
+    block_m, block_n, block_k, _, _, per_processor = tiles
+    samples, features = left[0], 1 if tokens_last else 2
+    rows, columns, tokens = left[features], right[features], left[3 - features]
+    count = _ceil(rows, block_m) * _ceil(columns, block_n)
+    groups = _groups(samples, count, processors * per_processor)
+    numbers = (samples, _ceil(samples, groups), rows, columns, _ceil(tokens, block_k))
+    block_left, block_right = (
+        [1, side, block_k] if tokens_last else [1, block_k, side] for side in (block_m, block_n)
+    )
+    constants = (block_m, block_n, block_k, tokens_last)
+    return _Work((groups, rows, columns), (count, groups, 1), numbers, constants, (block_left, block_right))
+
+
+def _ceil(size: int, step: int) -> int:
+    return -(-size // step)
+
+
+class _Operand:
+    """A block-wise view for the copy engine, light to make: one per launch."""
+
+    __slots__ = ("base", "block", "dtype", "shape", "strides")
+    padding = "zero"
+
+    def __init__(self, base: Tensor, block: list[int]) -> None:
+        self.base, self.block, self.dtype = base, block, base.dtype
+        self.shape, self.strides = base.shape, base.stride()
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def described(self) -> Any:
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), self.block)
+
+
+_COMPILED: dict[Any, Any] = {}
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Any], numbers: Any, constants: Any, **options: int
+) -> None:
+    """Launch, and remember the compiled kernel: choosing it again costs Triton more than the launch itself."""
+    kinds = tuple([(t.dtype, t.data_ptr() % 16) for t in tensors])
+    device = tensors[-1].get_device()
+    key = (id(kernel), numbers, constants, kinds, device)
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        described = [t.described() if isinstance(t, _Operand) else t for t in tensors]
+        _COMPILED[key] = kernel[grid](*described, *numbers, *constants, **options)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(
+        *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *numbers, *constants
+    )
+
+
+@functools.cache
 def _groups(samples: int, tiles: int, slots: int) -> int:
     """Into how many groups to cut the samples, so that the last wave of programs is not nearly empty.
 
@@ -143,13 +216,18 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
 def _tokens_last(tensor: Tensor) -> Tensor:
     """(samples, features, tokens): 32-bit matrix units read both operands along the summed dimension."""
     samples, tokens, width = tensor.shape
     padded = -(-tokens // 4) * 4  # the copy engine wants strides of 16 bytes
     out = torch.empty(samples, width, padded, dtype=tensor.dtype, device=tensor.device)
-    grid = (triton.cdiv(padded, 64), triton.cdiv(width, 64), samples)
-    _transpose[grid](tensor, out, tokens, padded, width, *tensor.stride(), 64, 64, num_warps=4)
+    grid = (_ceil(padded, 64), _ceil(width, 64), samples)
+    _launch(_transpose, grid, (tensor, out), (tokens, padded, width, *tensor.stride()), (64, 64), num_warps=4)
     return out
 
 

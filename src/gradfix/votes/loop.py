@@ -62,6 +62,11 @@ def folding(tally: Tally, fold: Callable[[str, Tensor], None]) -> Iterator[None]
 def loop(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
     """Fold one micro-batch, sample by sample."""
     tally.reserve(batch_size(batch))
+    fold_each(model, loss, batch, tally)
+
+
+def fold_each(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    """The same for samples that are already counted."""
 
     def fold(name: str, gradient: Tensor) -> None:
         buffer = tally[name]

@@ -54,6 +54,7 @@ class Plan:
     steps: list[Step]
     left_out: set[str]
     ragged: bool = False
+    light: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
 
     @property
     def flat(self) -> bool:
@@ -125,4 +126,5 @@ def read_call(
     call = rule.read(args, kwargs, is_weight)
     if call is not None:
         call.options["function"] = out_of_place(function)
+        rule.prepare(call, function)
     return call

@@ -26,6 +26,8 @@ _IN_PLACE = {
     Tensor.div_: torch.div,
     Tensor.__itruediv__: torch.div,
 }
+_SUMS = {torch.add, torch.sub, torch.rsub, Tensor.add, Tensor.sub}
+_SUMS |= {Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__rsub__}
 _PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _NAMES = "add sub mul div true_divide maximum minimum pow where lerp addcmul"
 _DUNDERS = "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__"
@@ -71,6 +73,11 @@ class Broadcast(_Replayed):
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
         return None if kwargs.get("out") is not None else super().read(args, kwargs, is_weight)
+
+    def prepare(self, call: Call, function: Callable[..., Any]) -> None:
+        """A sum's gradient does not depend on the values of its inputs: keep their shapes, not their memory."""
+        if out_of_place(function) in _SUMS:
+            call.inputs = {p: t.new_zeros(()).expand(t.shape) for p, t in call.inputs.items()}
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return all(_aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
@@ -123,6 +130,8 @@ _COPIES = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast
 class Repeat(_Replayed):
     """A weight copied once per sample, before any sample is seen: class tokens and prompts."""
 
+    owns_output = False
+
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return True
 
@@ -146,6 +155,8 @@ class Repeat(_Replayed):
 
 class Local(_Replayed):
     """Any other operation: replayed on one sample's rows at a time."""
+
+    owns_output = False
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return True

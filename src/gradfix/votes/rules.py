@@ -58,11 +58,14 @@ class Rule:
     """The contract; subclasses say how to read a call and how its weights' gradients come about."""
 
     functions: Sequence[Callable[..., Any]] = ()
-    overwrites_input = False
+    owns_output = True  # the output is not kept for the operation's own backward
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
         """The call's parts, or None when this rule does not cover it."""
         raise NotImplementedError
+
+    def prepare(self, call: Call, function: Callable[..., Any]) -> None:
+        """Let go of inputs whose values the gradients do not need."""
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         """Whether samples can lie this way in the output."""
@@ -124,11 +127,15 @@ class Linear(Rule):
     functions = (F.linear,)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
-        bound = _bind("input weight bias", args, kwargs)
-        weights = _weights(is_weight, weight=bound["weight"], bias=bound.get("bias"))
-        if is_weight(bound["input"]) or bound["weight"].ndim != 2:
+        if kwargs or len(args) == 2:
+            bound = _bind("input weight bias", args, kwargs)
+            data, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+        else:
+            data, weight, bias = args
+        if is_weight(data) or weight.ndim != 2:
             return None
-        return Call(weights, {"input": bound["input"]} if "weight" in weights else {})
+        roles = _weights(is_weight, weight=weight, bias=bias)
+        return Call(roles, {"input": data} if "weight" in roles else {})
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
         output = samples.tokens(gradient)

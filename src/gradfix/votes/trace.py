@@ -3,7 +3,7 @@
 A torch-function mode sees every torch call while it is active and nothing afterwards. A weight's use is run with
 the weight detached, so autograd computes no weight gradient, and a tap behind it hands the output gradient to the
 use's vote rule during the backward pass. Whatever the mode cannot see still reaches the weight through autograd,
-where `leaks` finds it."""
+where `reach` finds it."""
 
 from __future__ import annotations
 
@@ -39,20 +39,21 @@ class Tap(torch.autograd.Function):
     def forward(
         ctx: Any, output: Tensor, anchor: Tensor, receiver: Receiver, in_place: bool, *inputs: Tensor
     ) -> Tensor:
-        ctx.receiver = receiver
+        ctx.receiver, ctx.inputs = receiver, len(inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         if in_place:
             ctx.mark_dirty(output)
             return output
-        return output.view_as(output)
+        return output.clone()  # an alias could not be modified in place later
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
         if gradient is not None:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                ctx.receiver(ctx.saved_tensors, gradient)
-        return gradient, None, None, None, *(None for _ in ctx.saved_tensors)
+            saved = ctx.saved_tensors  # may run a checkpointed forward again, under the mode
+            with torch._C.DisableTorchFunction():
+                ctx.receiver(saved, gradient)
+        return gradient, None, None, None, *(None for _ in range(ctx.inputs))
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Tracked:
     made_by: int | None = None
     live: bool = True
     votes: Tensor | None = None
+    detached: Tensor | None = None
 
 
 class Watch(TorchFunctionMode):
@@ -75,7 +77,21 @@ class Watch(TorchFunctionMode):
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
     def weights_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
-        return [self.tracked[id(t)] for t in _tensors((args, kwargs)) if id(t) in self.tracked]
+        found: list[Tracked] = []
+        self._search(args, found)
+        if kwargs:
+            self._search(kwargs.values(), found)
+        return found
+
+    def _search(self, values: Iterable[Any], found: list[Tracked]) -> None:
+        tracked = self.tracked
+        for value in values:
+            if id(value) in tracked:
+                found.append(tracked[id(value)])
+            elif value.__class__ in (list, tuple):
+                self._search(value, found)
+            elif value.__class__ is dict:
+                self._search(value.values(), found)
 
     def track(self, output: Any, weights: list[Tracked], step: int | None, live: bool) -> None:
         roots = tuple(dict.fromkeys(name for weight in weights for name in weight.roots))
@@ -131,10 +147,44 @@ class Probe(Watch):
 
             output = Tap.apply(output, self.anchor, receive, _may_overwrite(func, output))
             operation.output, operation.node = output.detach(), output.grad_fn
+            if rule_for(func) is None:
+                operation.output = operation.output.clone()  # compared later, when the model may have changed it
         if not on_samples:
             self.track(output, weights, len(self.operations), True)
         self.operations.append(operation)
         return output
+
+
+class Use:
+    """One use of weights, from its call in the forward pass to its output gradient in the backward pass."""
+
+    __slots__ = ("call", "inputs", "step", "versions", "votes")
+
+    def __init__(self, votes: Votes, step: Step, call: Call) -> None:
+        self.votes, self.step, self.call = votes, step, call
+        self.inputs: dict[str, Tensor] | None = call.inputs
+        self.versions = [tensor._version for tensor in call.inputs.values()]
+
+    def release(self) -> dict[str, Tensor]:
+        """Hand the inputs over, so that they live no longer than the tap that saves them."""
+        inputs = self.call.inputs
+        self.inputs, self.call.inputs = None, dict.fromkeys(inputs)  # type: ignore[arg-type]
+        return inputs
+
+    def receive(self, saved: Sequence[Tensor], gradient: Tensor) -> None:
+        if self.votes.replaying:
+            call = self.call.keep(dict(zip(self.call.inputs, saved)))
+            self.votes.fold_use(self.step, call, gradient)
+
+    def see(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """The same from a hook on the operation itself, which costs the forward pass less than a tap."""
+        inputs, self.inputs, self.call.inputs = self.inputs, None, {}
+        if gradients[0] is None or inputs is None or not self.votes.replaying:
+            return
+        if [tensor._version for tensor in inputs.values()] != self.versions:
+            raise RuntimeError(f"an input of {self.step.key[0]} was modified in place after it was used.")
+        with torch._C.DisableTorchFunction():
+            self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0])
 
 
 class Votes(Watch):
@@ -153,13 +203,18 @@ class Votes(Watch):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Called for every torch function of the forward pass, so the way out for the many without a weight is short.
+        # Every torch call of the forward pass comes through here, so the way out for those without a weight is short.
+        tracked = self.tracked
+        for value in args:
+            if id(value) in tracked or value.__class__ is list or value.__class__ is tuple:
+                break
+        else:
+            if not kwargs:
+                return func(*args)
         kwargs = {} if kwargs is None else kwargs
-        if not self._holds_weight(args) and not (kwargs and self._holds_weight(kwargs.values())):
-            return func(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return func(*args, **kwargs)
         weights = self.weights_in(args, kwargs)
+        if not weights or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         key = _key(func, weights)
         step = self._next(key)
         if step is None and _is_composite(func):
@@ -176,15 +231,6 @@ class Votes(Watch):
             self._follow_views(func, args, kwargs, weights, output)
         return output
 
-    def _holds_weight(self, values: Iterable[Any]) -> bool:
-        tracked = self.tracked
-        for value in values:
-            if id(value) in tracked:
-                return True
-            if value.__class__ in (list, tuple) and self._holds_weight(value):
-                return True
-        return False
-
     def _next(self, key: Key) -> Step | None:
         if self.replaying:
             return next((step for step in self.plan.steps if step.key == key), None)
@@ -198,21 +244,24 @@ class Votes(Watch):
         call = read_call(step.rule, func, args, kwargs, self._is_live)
         if call is None:
             raise PlanMismatch(str(step.key))
-        inputs = {role: _kept(tensor, func) for role, tensor in call.inputs.items()}
+        if overwrites(func):
+            call.inputs = {role: tensor.clone() for role, tensor in call.inputs.items()}
         output = func(*self._detached(args), **(self._detached(kwargs) if kwargs else kwargs))
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
-        receive = self._receiver(step.rule, call, list(inputs), Samples(self.samples, step.layout))
-        return Tap.apply(output, self.anchor, receive, _may_overwrite(func, output), *inputs.values())
+        use = Use(self, step, call)
+        if self.plan.light and step.on_samples and output.requires_grad and not _saving_is_redirected():
+            output.grad_fn.register_prehook(use.see)
+            return output
+        inputs = [tensor.detach() for tensor in use.release().values()]
+        in_place = step.rule.owns_output and _is_own(output)
+        return Tap.apply(output, self.anchor, use.receive, in_place, *inputs)
 
-    def _receiver(self, rule: Rule, call: Call, roles: list[str], samples: Samples) -> Receiver:
-        def receive(saved: Sequence[Tensor], gradient: Tensor) -> None:
-            if self.replaying:
-                forms = rule.gradients(call.keep(dict(zip(roles, saved))), gradient, samples)
-                for role, form in forms.items():
-                    self._deliver(self.tracked[id(call.weights[role])], form)
-
-        return receive
+    def fold_use(self, step: Step, call: Call, gradient: Tensor) -> None:
+        assert step.rule is not None and step.layout is not None
+        forms = step.rule.gradients(call, gradient, Samples(self.samples, step.layout))
+        for role, form in forms.items():
+            self._deliver(self.tracked[id(call.weights[role])], form)
 
     def _detached(self, value: Any) -> Any:
         if value.__class__ in (tuple, list):
@@ -220,7 +269,11 @@ class Votes(Watch):
         if value.__class__ is dict:
             return {name: self._detached(item) for name, item in value.items()}
         found = self.tracked.get(id(value))
-        return value if found is None or not found.live else value.detach()
+        if found is None or not found.live:
+            return value
+        if found.detached is None:
+            found.detached = found.tensor.detach()
+        return found.detached
 
     def _is_live(self, tensor: Tensor) -> bool:
         found = self.tracked.get(id(tensor))
@@ -295,7 +348,15 @@ class Votes(Watch):
         else:
             form.fold(votes)
 
-    def finish(self) -> None:
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward pass and fold the votes of all uses."""
+        self.replaying = True
+        ones = torch.ones_like(losses)
+        with self:  # a checkpointed forward that runs again must repeat its taps
+            _inside(torch.autograd.backward)(losses, ones, inputs=[self.anchor])
+        self._finish()
+
+    def _finish(self) -> None:
         """Fold weights of which some use reached no loss, and all the small ones at once."""
         with torch.no_grad():
             for name, uses in self.waiting.items():
@@ -309,19 +370,28 @@ def _key(func: Any, weights: list[Tracked]) -> Key:
     return func, tuple(weight.roots for weight in weights)
 
 
-def leaks(losses: Tensor, parameters: dict[str, nn.Parameter]) -> tuple[set[str], bool]:
-    """Parameters that autograd would still reach, and whether a reentrant checkpoint hides more of them."""
+@dataclass(frozen=True)
+class Reach:
+    """What a backward pass could still reach: named parameters, other leaves, reentrant checkpoints."""
+
+    parameters: frozenset[str]
+    others: bool
+    hidden: bool
+
+
+def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -> Reach:
     names = {id(p): name for name, p in parameters.items()}
     found: set[str] = set()
-    hidden = False
+    hidden = others = False
     for node in _nodes(losses):
         if not node.next_functions:
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
+            variable = getattr(node, "variable", anchor)
+            if id(variable) in names:
                 found.add(names[id(variable)])
+            others = others or variable is not anchor
         elif isinstance(node, BackwardCFunction):
             hidden = hidden or "CheckpointFunctionBackward" in node.name()
-    return found, hidden
+    return Reach(frozenset(found), others, hidden)
 
 
 def picked_rows(losses: Tensor) -> set[Any]:
@@ -376,14 +446,18 @@ def _swapped(value: Any, source: Tracked) -> Any:
     return value
 
 
-def _kept(tensor: Tensor, func: Any) -> Tensor:
-    """An input to keep for the rule: a copy where the operation is about to overwrite it."""
-    return tensor.detach().clone() if overwrites(func) else tensor.detach()
+def _saving_is_redirected() -> bool:
+    """Inside activation checkpointing or offloading, only tensors saved through autograd are recomputed or moved."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _may_overwrite(func: Any, output: Tensor) -> bool:
     """Whether the tap may take over the output itself, so that later in-place changes stay legal."""
-    return rule_for(func) is not None and not output._is_view() and not (output.is_leaf and output.requires_grad)
+    return rule_for(func) is not None and _is_own(output)
+
+
+def _is_own(output: Tensor) -> bool:
+    return not output._is_view() and not (output.is_leaf and output.requires_grad)
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
