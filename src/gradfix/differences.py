@@ -66,7 +66,7 @@ class Differences(Bundle):
 
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
         raw = self._raw(name, size, lambda c: c.chunks(name, size))
-        return ahead(self.pool, lambda piece: [shown for _, _, shown in self._deltas(piece)], raw)
+        return ahead(self.pool, lambda piece: self._all_shown(piece, self._deltas(piece)), raw)
 
     def merged(self, name: str, size: int, rule: Rule) -> Iterator[Tensor]:
         """The last walk: merge, hash the files, count what the masks keep."""
@@ -74,8 +74,9 @@ class Differences(Bundle):
         def work(item: tuple[int, _Raw]) -> tuple[Tensor, list[Count]]:
             index, raw = item
             deltas = self._deltas(raw)
-            result = rule(Place(name, self.shapes[name], index), [shown for _, _, shown in deltas])
-            return result, [_counted(name, raw, *delta) for delta in deltas]
+            shown = self._all_shown(raw, deltas)
+            result = rule(Place(name, self.shapes[name], index), shown)
+            return result, self._counted(name, raw, deltas, shown)
 
         raw = self._raw(name, size, lambda c: self.hashes.chunks(c, name, size))
         for result, counts in ahead(self.pool, work, enumerate(raw)):
@@ -95,14 +96,14 @@ class Differences(Bundle):
             seen = [None if ballot is None else next(ballot) for ballot in ballots]
             yield _Raw(dict(zip(sources, pieces, strict=True)), seen)
 
-    def _deltas(self, raw: _Raw) -> list[tuple[Side, Tensor, Tensor]]:
-        """Per vector its difference, and what its mask leaves of it."""
+    def _deltas(self, raw: _Raw) -> list[Tensor]:
+        """Per vector the difference of its two files."""
         wide = {key: _wide(piece) for key, piece in raw.pieces.items()}
-        deltas = []
-        for side, seen in zip(self.sides, raw.seen, strict=True):
-            delta = wide[id(side.tuned)] - wide[id(side.base)]
-            deltas.append((side, delta, self._shown(side, delta, seen)))
-        return deltas
+        return [wide[id(side.tuned)] - wide[id(side.base)] for side in self.sides]
+
+    def _all_shown(self, raw: _Raw, deltas: list[Tensor]) -> list[Tensor]:
+        """What the masks leave of the differences."""
+        return [self._shown(*parts) for parts in zip(self.sides, deltas, raw.seen, strict=True)]
 
     def _shown(self, side: Side, delta: Tensor, seen: Tensor | None) -> Tensor:
         if side.ballot is None:
@@ -110,6 +111,21 @@ class Differences(Bundle):
         if seen is None:
             return torch.zeros_like(delta, dtype=self.dtype)
         return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
+
+    def _counted(self, name: str, raw: _Raw, deltas: list[Tensor], shown: list[Tensor]) -> list[Count]:
+        bases = {id(side.base): _wide(raw.pieces[id(side.base)]) for side in self.sides}
+        squares = {key: float(torch.dot(base, base)) for key, base in bases.items()}
+        counts = []
+        for side, delta, left in zip(self.sides, deltas, shown, strict=True):
+            square = float(torch.dot(delta, delta))
+            if not math.isfinite(square):
+                _blame(name, raw, side)
+            if side.ballot is not None:
+                nonzero, kept = nonzeros(delta), nonzeros(left)
+            else:  # nothing is dropped, and a square above zero says that there is something
+                nonzero = kept = delta.numel() if square > 0 else nonzeros(delta)
+            counts.append(Count(nonzero, kept, square, squares[id(side.base)]))
+        return counts
 
 
 @dataclass(frozen=True)
@@ -124,15 +140,7 @@ def _wide(piece: Tensor) -> Tensor:
     return piece if piece.dtype is torch.float64 else piece.float()
 
 
-def _counted(name: str, raw: _Raw, side: Side, delta: Tensor, shown: Tensor) -> Count:
-    square = float(torch.dot(delta, delta))
-    if not math.isfinite(square):
-        for checkpoint in (side.base, side.tuned):
-            if not all_finite(raw.pieces[id(checkpoint)]):
-                raise CorruptInput(
-                    f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
-                )
-    base = _wide(raw.pieces[id(side.base)])
-    nonzero = nonzeros(delta)
-    kept = nonzeros(shown) if side.ballot is not None else nonzero
-    return Count(nonzero, kept, square, float(torch.dot(base, base)))
+def _blame(name: str, raw: _Raw, side: Side) -> None:
+    for checkpoint in (side.base, side.tuned):
+        if not all_finite(raw.pieces[id(checkpoint)]):
+            raise CorruptInput(f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it.")
