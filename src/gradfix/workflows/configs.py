@@ -174,6 +174,7 @@ class ReproduceConfig:
     quick: bool = option("Fewer seeds and budgets.", False)
     out: str | None = option("Folder for tables, figures and finished units.")
     yes: bool = option("Start without asking after the cost estimate.", False)
+    local: tuple[str, ...] = option("Folders that stand in for hub models or datasets: NAME=FOLDER.", ())
 
 
 @dataclass(frozen=True, kw_only=True)

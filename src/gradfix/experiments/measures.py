@@ -1,0 +1,231 @@
+"""The measurements behind the tables. Each is a function of a lab and plain arguments, and answers with plain data.
+
+Every choice is made on the validation split; test examples are scored once, with what was chosen."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradfix.arena import Arena
+from gradfix.diagnostics import sign_agreement
+from gradfix.errors import IncompatibleCheckpoints
+from gradfix.experiments.lab import MEASURES, Answer, Lab, Question
+from gradfix.experiments.suite import Scene
+from gradfix.merging import mask_then_merge, merge, merge_then_mask
+from gradfix.methods import METHODS, NotHere
+from gradfix.scale import dialled
+from gradfix.scoring import evaluate
+from gradfix.searching import Score, Setting
+from gradfix.selection import select
+from gradfix.support import Support
+from gradfix.taskvector import TaskVector
+from gradfix.transported import transport
+from gradfix.votes.collect import collect_votes, left_as_it_was
+
+
+@MEASURES.register("method")
+def run_method(lab: Lab, *, pair: str, task: str, method: str, shots: int, seed: int) -> Answer:
+    """One method of `compare` on one few-shot set."""
+    scene = lab.scene(pair, task)
+    arena = scene.arena
+    support = arena.support(shots, seed)
+    arena.open_bill()
+    start = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*tensors abstained")
+            outcome = METHODS[method].run(arena, support)
+    except (NotHere, IncompatibleCheckpoints) as error:
+        return {"accuracy": None, "alpha": None, "curve": [], "why": str(error)}
+    work = arena.bill.total(time.perf_counter() - start)
+    return {
+        "accuracy": _test(arena, outcome.update, outcome.alpha),
+        "alpha": outcome.alpha,
+        "validation": outcome.score.accuracy if outcome.score else None,
+        "curve": [list(point) for point in outcome.parts.get("curve", [])],
+        "kept": outcome.parts.get("kept_share"),
+        "rate": outcome.parts.get("rate"),
+        "steps": outcome.parts.get("steps"),
+        "samples": len(support.examples),
+        "flops": work.flops(scene.parameters, scene.tokens),
+        "seconds": round(work.seconds, 3),
+    }
+
+
+@MEASURES.register("oracle_mask")
+def run_oracle_mask(lab: Lab, *, pair: str, task: str, mask: str) -> Answer:
+    """A mask made from the target's own task vector instead of its votes."""
+    arena = lab.scene(pair, task).arena
+    known = arena.tuned_target()
+    if known is None:
+        return {"accuracy": None, "alpha": None, "curve": []}
+    support = arena.support(lab.suite.grid.main[0], lab.suite.grid.seeds[0])
+    return _chosen(arena, support, transport(arena.tau, known, mask).update)
+
+
+@MEASURES.register("selected")
+def run_selected(lab: Lab, *, pair: str, task: str, selector: str, shots: int, seed: int) -> Answer:
+    """GradFix on examples chosen by a selector, from the features of base A's frozen encoder."""
+    scene = lab.scene(pair, task)
+    arena = scene.arena
+    labels = [str(example["label"]) for example in arena.train]
+    picked = select(_features(scene), labels, shots, selector, seed, allow_fewer=arena.allow_fewer)
+    batches = arena.bound.batches([arena.train[index] for index in picked], arena.batch_size)
+    votes = collect_votes(arena.model, arena.bound.loss, batches, engine=arena.engine)
+    return _chosen(arena, arena.support(shots, seed), transport(arena.tau, votes).update)
+
+
+@MEASURES.register("agreement")
+def run_agreement(lab: Lab, *, pair: str, task: str, shots: int, seed: int) -> Answer:
+    """Per block, how often the votes and the target's own task vector have the same sign."""
+    arena = lab.scene(pair, task).arena
+    support = arena.support(shots, seed)
+    votes = support.votes(support.whole)
+    known = arena.tuned_target()
+    if known is None:
+        return {"blocks": {}, "ties": votes.tie_rate()}
+    moved = [name for name in arena.tau if bool(known[name].any())]
+    shown = {name: votes[name] for name in moved if name in votes}
+    return {"blocks": sign_agreement(shown, known), "all": _agreement(shown, known), "ties": votes.tie_rate()}
+
+
+@MEASURES.register("merged")
+def run_merged(  # noqa: PLR0913
+    lab: Lab,
+    *,
+    pair: str,
+    setting: str,
+    task: str | None,
+    combiner: str,
+    pipeline: str,
+    shots: int,
+    seed: int,
+) -> Answer:
+    """One merged model: several tasks of one source, or several sources of one task; one alpha for all tasks."""
+    tasks = list(lab.suite.tasks(pair)) if task is None else [task]
+    arenas = {name: lab.scene(pair, name).arena for name in tasks}
+    if setting == "tasks":
+        vectors = [arena.tau for arena in arenas.values()]
+    else:
+        vectors = [arenas[tasks[0]].by_module(vector) for vector in lab.suite.sources(tasks[0])]
+    if pipeline == "baseline":
+        update = merge(vectors, combiner)
+    else:
+        votes = []
+        for arena in arenas.values():
+            support = arena.support(shots, seed)
+            votes.append(support.votes(support.whole))
+        order = {"mask_then_merge": mask_then_merge, "merge_then_mask": merge_then_mask}[pipeline]
+        update = order(vectors, votes if setting == "tasks" else votes[0], combiner).update
+    return _chosen_for_all(arenas, update)
+
+
+@MEASURES.register("support")
+def run_support(lab: Lab, *, pair: str, task: str, who: str, shots: int, seed: int) -> Answer:
+    """Task and support accuracy of the old base, its fine-tune, the target and the transported target."""
+    scene = lab.scene(pair, task)
+    arena = scene.arena
+    old = who in ("base", "base_tuned")
+    side = lab.suite.support(pair, "base" if old else "target")
+    if side is None:
+        return {"accuracy": None, "support": None}
+    bound = scene.base() if old else arena.bound
+    update, alpha = None, 0.0
+    if who == "base_tuned":
+        update, alpha = arena.tau, 1.0
+    elif who == "gradfix":
+        asked = {"pair": pair, "task": task, "method": "gradfix", "shots": shots, "seed": seed}
+        alpha = lab.answer(Question.of("method", asked))["alpha"]
+        few = arena.support(shots, seed)
+        update = transport(arena.tau, few.votes(few.whole)).update
+    accuracies = []
+    for one, examples in ((bound, arena.test), (side.bound, side.examples)):
+        with dialled(one.model, update if update is not None else {}) as dial:
+            dial.turn(alpha)
+            batches = one.batches(examples, arena.batch_size)
+            accuracies.append(evaluate(one.model, one, batches)["accuracy"])
+    return {"accuracy": accuracies[0], "support": accuracies[1], "alpha": alpha}
+
+
+@MEASURES.register("counts")
+def run_counts(lab: Lab, *, pair: str, task: str) -> Answer:
+    """Sizes, counted from the data and the opened model."""
+    scene = lab.scene(pair, task)
+    return {
+        "samples": scene.samples,
+        "classes": scene.classes,
+        "parameters": scene.parameters,
+        "tokens": scene.tokens,
+    }
+
+
+def _chosen(arena: Arena, support: Support, update: TaskVector) -> Answer:
+    """Choose alpha on validation, score on test; with a validation split the few-shot set has no say in it."""
+    choice = arena.choose(support, [Setting({}, lambda view: update)])
+    return {
+        "accuracy": _test(arena, update, choice.alpha),
+        "alpha": choice.alpha,
+        "curve": [list(point) for point in choice.curve.accuracies()],
+    }
+
+
+def _chosen_for_all(arenas: Mapping[str, Arena], update: TaskVector) -> Answer:
+    """One alpha by the mean validation accuracy over the tasks."""
+    first = next(iter(arenas.values()))
+    alphas = [0.0, *first.search.alphas]
+    curves = {name: _scores(arena, update, alphas) for name, arena in arenas.items()}
+    means = [sum(scores[i].value for scores in curves.values()) / len(curves) for i in range(len(alphas))]
+    best = max(range(len(alphas)), key=lambda i: (means[i], -i))
+    accuracies = [[scores[i].accuracy for scores in curves.values()] for i in range(len(alphas))]
+    return {
+        "accuracies": {name: _test(arena, update, alphas[best]) for name, arena in arenas.items()},
+        "alpha": alphas[best],
+        "curve": [[alpha, sum(row) / len(row)] for alpha, row in zip(alphas, accuracies, strict=True)],
+    }
+
+
+def _scores(arena: Arena, update: TaskVector, alphas: Sequence[float]) -> list[Score]:
+    with dialled(arena.model, update) as dial:
+        found = []
+        for alpha in alphas:
+            dial.turn(alpha)
+            found.append(arena.score("validation"))
+        return found
+
+
+def _test(arena: Arena, update: TaskVector | None, alpha: float) -> float:
+    with dialled(arena.model, update if update is not None else {}) as dial:
+        dial.turn(alpha)
+        return arena.score("test").accuracy
+
+
+def _features(scene: Scene) -> Tensor:
+    """The old base's features of the whole train split, computed once per scene."""
+    key = "features-base"
+    return scene.arena.shared(key, lambda: _extract(scene))
+
+
+def _extract(scene: Scene) -> Tensor:
+    bound = scene.base()
+    with left_as_it_was(bound.model), torch.no_grad():
+        parts = [
+            bound.features(bound.model, batch).float().cpu()
+            for batch in bound.batches(scene.arena.train, scene.arena.batch_size)
+        ]
+    return torch.cat(parts)
+
+
+def _agreement(votes: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> float:
+    """Over all weights together."""
+    same = both = 0
+    for name, counted in votes.items():
+        left, right = counted.sign(), known[name].sign().to(counted.dtype)
+        decided = (left != 0) & (right != 0)
+        same += int(((left == right) & decided).sum())
+        both += int(decided.sum())
+    return same / both if both else 0.0
