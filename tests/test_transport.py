@@ -271,7 +271,7 @@ def test_an_update_lost_in_rounding_is_refused(tmp_path):
         folders,
         tmp_path,
         UnsafeResult,
-        "rounding .* absorbs the whole update; use --dtype fp32",
+        "rounding .* absorbs the whole update; use --out-dtype fp32",
         6,
         votes=votes,
     )
@@ -362,3 +362,34 @@ def test_a_tensor_without_votes_does_not_change_the_names_of_the_others():
     assert gradfix.transport(tau, votes).kept == {"layers.0.weight": 1.0, "embed": 1.0, "head": 0.0}
     on_disk = tau.renamed({"layers.0.weight": "encoder.layer.0.weight"})
     assert gradfix.transport(on_disk, votes).kept == {"encoder.layer.0.weight": 1.0, "embed": 1.0, "head": 0.0}
+
+
+def _prefixed(state: dict[str, torch.Tensor], prefix: str, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {prefix + name: value for name, value in state.items()} | more
+
+
+def test_a_trainer_style_classifier_moves_between_bases_saved_with_and_without_a_head(tmp_path):
+    """Base with a pre-training head, fine-tune with a classifier, target saved as the bare encoder."""
+    base = _state(0)
+    tuned = {n: v + 0.01 for n, v in base.items()}
+    folders = {
+        "base": _save(tmp_path / "base", _prefixed(base, "bert.", **{"cls.bias": torch.zeros(3)})),
+        "tuned": _save(tmp_path / "tuned", _prefixed(tuned, "bert.", **{"classifier.weight": torch.ones(2, 3)})),
+        "target": _save(tmp_path / "target", _state(1)),
+    }
+    gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out", head="copy")
+    written = _read(tmp_path / "out")
+    expected = _state(1)["norm.weight"] + (tuned["norm.weight"] - base["norm.weight"])
+    assert torch.equal(written["norm.weight"], expected)
+    assert torch.equal(written["classifier.weight"], torch.ones(2, 3))
+    assert "cls.bias" not in written
+
+
+def test_a_head_the_fine_tune_dropped_stays_the_targets(tmp_path):
+    base = _state(0) | {"cls.bias": torch.zeros(3)}
+    tuned = {n: v + 0.01 for n, v in _state(0).items()}
+    target = _state(1) | {"cls.bias": torch.full((3,), 7.0)}
+    folders = {n: _save(tmp_path / n, s) for n, s in (("base", base), ("tuned", tuned), ("target", target))}
+    gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out")
+    assert torch.equal(_read(tmp_path / "out")["cls.bias"], torch.full((3,), 7.0))
+    assert gradfix.verify(tmp_path / "out")["tensors"]["cls.bias"]["reason"] == "a head the fine-tune dropped"

@@ -9,7 +9,11 @@ from dataclasses import dataclass, field
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.errors import IncompatibleCheckpoints
 
-HEAD_POLICIES = ("error", "copy", "skip")
+# Modules that model classes put on top of an encoder; a fine-tune may drop those of its base.
+HEADS = frozenset(
+    "cls lm_head classifier pre_classifier score head heads qa_outputs predictions generator_predictions "
+    "discriminator_predictions pooler".split()
+)
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,10 @@ def plan_transport(
     """Decide what happens to each tensor.
 
     A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the
-    target has is copied; one that base and fine-tune share but the target lacks is an error."""
+    target has, or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the target lacks is an error."""
     before, after, goal = set(base.names()), set(tuned.names()), set(target.names())
-    lost = sorted(before - after)
+    dropped = {name for name in before - after if HEADS & set(name.split("."))}
+    lost = sorted(before - after - dropped)
     if lost:
         raise IncompatibleCheckpoints(
             f"{tuned} lacks {len(lost)} tensors of its base {base}, first {lost[0]!r}. "
@@ -79,12 +84,13 @@ def plan_transport(
             f"Run `gradfix inspect {base} {target}` to see all."
         )
     _check_quantised(base, tuned, target)
-    shared = [name for name in target.names() if name in before]
+    shared = [name for name in target.names() if name in before and name not in dropped]
     _check_shapes(base, tuned, shared)
     _check_shapes(base, target, shared)
     transported = floating(target, shared)
     copied = {name: "not a floating tensor" for name in shared if name not in set(transported)}
     copied |= dict.fromkeys(goal - before - after, "only in the target")
+    copied |= dict.fromkeys(goal & dropped, "a head the fine-tune dropped")
     extra = _plan_extra(base, tuned, target, sorted(after - before), head)
     copied |= {name: "replaced by the fine-tune's head" for name in extra if name in goal}
     if strict and (extra or any(reason == "only in the target" for reason in copied.values())):

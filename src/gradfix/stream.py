@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import Tensor
 from gradfix.card import card
 from gradfix.checkpoints.folder import copy_side_files, layout_of, versions, write_index
 from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.journal import Journal, journal_key
 from gradfix.checkpoints.open import (
     CHUNK,
     Checkpoint,
     Source,
     open_checkpoint,
 )
+from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import (
@@ -32,33 +34,16 @@ from gradfix.checkpoints.write import (
     torch_dtype,
     write_manifest,
 )
-from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
+from gradfix.descent import MAX_NORM_RATIO, stranger
+from gradfix.errors import CorruptInput, UnsafeResult
+from gradfix.fates import Fate, cosines, total
 from gradfix.pieces import all_finite, nonzeros
 from gradfix.preflight import Plan, plan_transport
 from gradfix.transported import mask_piece, share
 from gradfix.votes.ballot import Ballot, OpenVotes
 from gradfix.votes.tally import SignVotes
 
-MAX_NORM_RATIO = 0.5
 LEAST_KEPT = 0.01
-
-
-@dataclass
-class Fate:
-    """What happened to one tensor, counted while it streamed by."""
-
-    nonzero: int = 0
-    kept: int = 0
-    survived: int = 0  # kept entries whose weight really changed after rounding to the output's dtype
-    tau_square: float = 0.0
-    base_square: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "fate": "transported",
-            "kept": round(share(self.kept, self.nonzero), 6),
-            "survived_rounding": round(share(self.survived, self.kept), 6),
-        }
 
 
 @dataclass(frozen=True)
@@ -109,6 +94,7 @@ def transport_checkpoint(
     after = open_checkpoint(tuned, base=before)
     out = Path(out)
     refuse_inside(out, [c.path for c in (before, after, goal) if c.path is not None])
+    before, after = match_prefix(before, goal), match_prefix(after, goal)
     before, after, vocabulary = match_vocabulary(before, after, goal)
     plan = plan_transport(before, after, goal, head=head, strict=strict)
     ballot = Ballot(votes, mask, margin, seed, plan, goal)
@@ -117,7 +103,10 @@ def transport_checkpoint(
         hashes or InputHashes([before, after, goal]),
     )  # fmt: skip
     need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
-    with staged_folder(out, overwrite=overwrite, need_bytes=need) as staging:
+    key = None
+    if len(goal.files) > 1:  # shards are what an interrupted run goes on from
+        key = journal_key((before, after, goal), ballot.identity(), job.alpha, job.dtype, head, strict)
+    with staged_folder(out, overwrite=overwrite, need_bytes=need, key=key) as staging:
         written = job.write(staging, plan, progress)
         copy_side_files(goal, staging)
         if extras is not None:
@@ -203,8 +192,15 @@ class _Job:
         layout = layout_of(self.target, plan, self.out_info, self.tuned)
         hashes: dict[str, str] = {}
         wanted = set(plan.transported)
+        journal = Journal(staging)
         with self.hashes:
             for file, names in layout.items():
+                earlier = journal.finished(file)
+                if earlier is not None:
+                    hashes[file] = earlier["sha256"]
+                    self.fates |= {name: Fate(**fate) for name, fate in earlier["fates"].items()}
+                    self.abstained += earlier["abstained"]
+                    continue
                 infos = {
                     n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None)
                     for n in names
@@ -216,8 +212,15 @@ class _Job:
                             if progress is not None:
                                 progress(piece.numel() * piece.dtype.itemsize)
                     hashes[file] = writer.close()
+                if len(layout) > 1:
+                    journal.add(file, sha256=hashes[file], **self._told(names))
+        journal.close()
         write_index(staging, layout, sum(self.out_info(n).nbytes for n in self.target.names()))
         return hashes
+
+    def _told(self, names: list[str]) -> dict[str, Any]:
+        fates = {name: asdict(self.fates[name]) for name in names if name in self.fates}
+        return {"fates": fates, "abstained": [name for name in names if name in set(self.abstained)]}
 
     def _pieces(self, name: str, transported: bool, plan: Plan) -> Iterator[Tensor]:
         if transported and self.ballot.has(name) and self.alpha != 0:
@@ -230,7 +233,10 @@ class _Job:
     def _copied(self, name: str, source: Checkpoint) -> Iterator[Tensor]:
         info = self.out_info(name, source)
         for piece in self.hashes.chunks(source, name, CHUNK):
-            yield piece.to(info.dtype)
+            copy = piece.to(info.dtype)
+            if not _finite(copy):
+                self._blame(name, (source, piece))
+            yield copy
 
     def _moved(self, name: str) -> Iterator[Tensor]:
         fate = self.fates[name] = Fate()
@@ -248,37 +254,23 @@ class _Job:
             masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
             wide = torch.promote_types(target.dtype, torch.float32)
             moved = (target.to(wide) + self.alpha * masked.to(wide)).to(out_dtype)
-            self._count(fate, before, delta, masked, moved, target)
+            fate.count(before, delta, masked, moved, target)
             if not all_finite(moved) or not all_finite(delta):
-                self._blame(name, base, tuned, target)
+                self._blame(name, (self.base, base), (self.tuned, tuned), (self.target, target))
             yield moved
 
-    def _count(
-        self, fate: Fate, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor
-    ) -> None:
-        fate.nonzero += nonzeros(delta)
-        fate.kept += nonzeros(masked)
-        fate.survived += nonzeros(moved != target)
-        fate.tau_square += float(torch.dot(delta, delta))
-        fate.base_square += float(torch.dot(before, before))
-
-    def _blame(self, name: str, base: Tensor, tuned: Tensor, target: Tensor) -> None:
-        for checkpoint, piece in ((self.base, base), (self.tuned, tuned), (self.target, target)):
-            if not bool(torch.isfinite(piece).all()):
+    def _blame(self, name: str, *pieces: tuple[Checkpoint, Tensor]) -> None:
+        for checkpoint, piece in pieces:
+            if not _finite(piece):
                 raise CorruptInput(
                     f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
                 )
-        raise UnsafeResult(
-            f"tensor {name!r} overflows {self.out_info(name).dtype} after the move; use --dtype fp32."
-        )
+        raise UnsafeResult(f"tensor {name!r} overflows the output's dtype; use --out-dtype fp32.")
 
     def report(self, out: Path, plan: Plan, force: bool) -> StreamReport:
-        nonzero = sum(f.nonzero for f in self.fates.values())
-        kept = sum(f.kept for f in self.fates.values())
-        survived = sum(f.survived for f in self.fates.values())
-        base_square = sum(f.base_square for f in self.fates.values())
-        ratio = (sum(f.tau_square for f in self.fates.values()) / base_square) ** 0.5 if base_square else 0.0
-        notes = self._judge(nonzero, kept, survived, ratio, force)
+        whole = total(self.fates.values())
+        ratio = (whole.tau_square / whole.base_square) ** 0.5 if whole.base_square else 0.0
+        notes = self._judge(whole, ratio, force)
         notes += [note for source in (self.base, self.tuned, self.target) for note in source.notes]
         if self.abstained:
             notes.append(
@@ -306,29 +298,30 @@ class _Job:
         if transported + copied + len(skipped) != len(everything) or set(tensors) != everything:
             raise UnsafeResult("not every tensor is accounted for; this is a bug, please report it.")
         return StreamReport(
-            out, transported, copied, len(skipped), share(kept, nonzero), share(survived, kept), ratio,
+            out, transported, copied, len(skipped), share(whole.kept, whole.nonzero),
+            share(whole.survived, whole.kept), ratio,
             tensors=tensors, notes=tuple(notes),
         )  # fmt: skip
 
-    def _judge(self, nonzero: int, kept: int, survived: int, ratio: float, force: bool) -> list[str]:
+    def _judge(self, whole: Fate, ratio: float, force: bool) -> list[str]:
+        nonzero, kept, survived = whole.nonzero, whole.kept, whole.survived
         if self.alpha == 0:
             return ["alpha is 0: the output is the target, nothing was transported"]
         if nonzero == 0:
             raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: the task vector is zero.")
         if ratio > MAX_NORM_RATIO and not force:
-            raise IncompatibleCheckpoints(
-                f"{self.tuned} differs from {self.base} by {ratio:.0%} of its norm: not a fine-tune of that base? "
-                "Check the order of --base and --tuned; --force goes on all the same."
-            )
+            raise stranger(self.base, self.tuned, ratio, *cosines(whole))
         if kept < LEAST_KEPT * nonzero and not force:
             raise UnsafeResult(
                 f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "
                 "More --shots or --mask veto may help; --force goes on all the same."
             )
         if survived == 0:
-            raise UnsafeResult("rounding to the output's dtype absorbs the whole update; use --dtype fp32.")
+            raise UnsafeResult(
+                "rounding to the output's dtype absorbs the whole update; use --out-dtype fp32."
+            )
         if survived < 0.5 * kept:
-            return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --dtype fp32 keeps it"]
+            return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --out-dtype fp32 keeps it"]
         return []
 
     def manifest(
@@ -338,7 +331,8 @@ class _Job:
             role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)}
             for role, checkpoint in roles.items()
         }
-        votes = {"count": self.ballot.count, "target_hash": self.ballot.target_hash}
+        ballot = self.ballot
+        votes = {"count": ballot.count, "target_hash": ballot.target_hash, "origin": ballot.origin}
         self.ballot.require(self.target, self.hashes)
         config = {
             "mask": self.ballot.mask,
@@ -364,6 +358,11 @@ class _Job:
             "details": dict(details or {}),
             "tensors": report.tensors,
         }
+
+
+def _finite(piece: Tensor) -> bool:
+    """Also for the small floats, which torch can store but not sum, and for integers."""
+    return not piece.dtype.is_floating_point or all_finite(piece.float() if piece.itemsize == 1 else piece)
 
 
 def _wide(piece: Tensor) -> Tensor:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.results import Results
-from gradfix.workflows.configs import CompareConfig, ReportConfig
+from gradfix.workflows.configs import CompareConfig, ReportConfig, command_line
 from gradfix.workflows.setting import NO_VALIDATION, device_of, make_task, read_data
 
 
@@ -46,7 +44,7 @@ def run_compare(
         device=device_of(config.device),
         engine=config.engine,
         allow_fewer=config.allow_fewer,
-        command=_command(config),
+        command=command_line("compare", config),
         progress=lambda what, done, total: stage(f"{what} ({done}/{total})"),
     )
     if config.report:
@@ -58,19 +56,6 @@ def _work_folder(config: CompareConfig, json_out: str | None) -> Path | None:
     if config.work:
         return Path(config.work)
     return Path(json_out).with_suffix(".work") if json_out and json_out != "-" else None
-
-
-def _command(config: CompareConfig) -> str:
-    """The command line that gives these results again."""
-    words = ["gradfix", "compare"]
-    defaults = {field.name: field.default for field in fields(config)}
-    for name, value in asdict(config).items():
-        if value in (defaults[name], None) or value == ():
-            continue
-        words.append("--" + name.replace("_", "-"))
-        if value is not True:
-            words += [str(part) for part in value] if isinstance(value, tuple) else [str(value)]
-    return shlex.join(words)
 
 
 def run_report(config: ReportConfig) -> Path:

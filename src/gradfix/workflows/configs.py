@@ -5,7 +5,8 @@ arguments of its workflow. The help text lives in the field. Importing this modu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import shlex
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -14,6 +15,25 @@ def option(help: str, default: Any = None, *, required: bool = False, positional
     if isinstance(default, (list, tuple)):
         return field(default=tuple(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def given(config: Any) -> dict[str, Any]:
+    """The options that differ from their defaults: what a person would have to type."""
+    values = {item.name: (getattr(config, item.name), item.default) for item in fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def command_line(command: str, config: Any) -> str:
+    """The command that runs this config again."""
+    words = ["gradfix", command]
+    for name, value in given(config).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            parts = value if isinstance(value, tuple) else (value,)
+            words += [f"--{flag}", *map(str, parts)]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from gradfix.workflows.configs import DemoConfig
 
 METHODS = ("zero_shot", "naive", "one_step", "few_shot", "gradfix", "veto", "oracle", "fine_tuned")
 PAIRS = ("unrelated", "related")
+VALIDATION = 150  # of the 250 shipped images: enough to choose an alpha, and the demo stays under a minute
 
 
 def run_demo(config: DemoConfig, stage: Callable[[str], None] = lambda _: None) -> Results:
@@ -53,13 +54,16 @@ def _compare_pair(job: Job) -> Results:
     import torch
 
     from gradfix.comparison import compare
+    from gradfix.data import load_data
     from gradfix.searching import Search
 
     torch.set_num_threads(1)
     inputs: dict[str, Any] = dict(paths)
+    dataset = load_data(data)
     return compare(
         **inputs,
-        data=data,
+        data=dataset,
+        validation={"validation": dataset.splits["validation"][:VALIDATION]},
         task="classification",
         shots=(config.shots,),
         seeds=config.seeds,

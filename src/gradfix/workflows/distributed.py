@@ -36,7 +36,9 @@ def _vote(group: Group, config: VoteConfig) -> VoteResult:
     out = Path(config.out)
     with together(group):
         if config.vote != "majority":
-            raise UsageError("--vote mean adds up real numbers, whose sum depends on the order: use one process.")
+            raise UsageError(
+                "--vote mean adds up real numbers, whose sum depends on the order: use one process."
+            )
         config = replace(config, device=group.device(config.device))
         start = setting(config)
         shots = draw(start, config, base=config.base)

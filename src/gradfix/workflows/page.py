@@ -9,7 +9,7 @@ from gradfix.checkpoints.folder import versions
 from gradfix.diagnostics import kept_by_block
 from gradfix.errors import DataError
 from gradfix.results import Results
-from gradfix.workflows.configs import TransportConfig
+from gradfix.workflows.configs import TransportConfig, command_line
 
 if TYPE_CHECKING:
     from gradfix.workflows.transporting import TransportResult
@@ -61,7 +61,7 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
         "zero_shot": "Target as it is",
         name: f"Transported ({config.method if name == 'best' else config.mask})",
     }
-    provenance = {"pair": None, "command": f"gradfix transport --out {config.out}", "config": vars(config)}
+    provenance = {"pair": None, "command": command_line("transport", config), "config": {}}
     return Results.build(
         [before, after],
         titles=titles,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from gradfix.checkpoints.save import save_like
 from gradfix.checkpoints.write import refuse_inside, write_text
 from gradfix.data import few_shot
 from gradfix.scoring import evaluate
-from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig
+from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
 from gradfix.workflows.setting import draw, setting
 
 
@@ -50,7 +49,7 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
         checkpoint=out.with_name(f".{out.name}.finetune"),
     )  # fmt: skip
     save_like(
-        source, bound.model, out, overwrite=config.overwrite, details={"command": asdict(config)},
+        source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
         extras=bound.save_extras,
     )  # fmt: skip
     out.with_name(f".{out.name}.finetune").unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
+from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
 from gradfix.diagnostics import mean_loss
@@ -28,7 +29,7 @@ from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
-from gradfix.workflows.configs import TransportConfig
+from gradfix.workflows.configs import TransportConfig, given
 from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, read_data, setting
 from gradfix.workflows.voting import on_disk
@@ -80,6 +81,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     tuned = open_checkpoint(config.tuned, base=base)
     out = Path(config.out)
     refuse_inside(out, [c.path for c in (base, tuned, target) if c.path is not None])
+    base, tuned = match_prefix(base, target), match_prefix(tuned, target)
     base, tuned, _ = match_vocabulary(base, tuned, target)
     plan_transport(base, tuned, target, head=config.head, strict=config.strict)
     start = setting(config)
@@ -309,7 +311,7 @@ class _Transport:
         adapter: LoraResult | None,
     ) -> StreamReport:
         config = self.config
-        details = {"command": asdict(config), "measured": measured, "notes": self.notes}
+        details = {"command": given(config), "measured": measured, "notes": self.notes}
         common: dict[str, Any] = {
             "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
             "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self._extras(details),

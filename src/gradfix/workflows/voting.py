@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gradfix.checkpoints.folder import target_fingerprint
+from gradfix.checkpoints.folder import device_name, target_fingerprint, versions
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.write import discard, locked, make_parent
+from gradfix.data import Row
 from gradfix.processes import launched
 from gradfix.tasks.base import Bound
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import VoteConfig
+from gradfix.workflows.guard import guard_outputs
 from gradfix.workflows.setting import draw, setting
 
 Step = Callable[[int], None]
@@ -32,28 +37,59 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
         from gradfix.workflows.distributed import vote_as_rank, vote_in_processes
 
         return vote_as_rank(config) if launched() else vote_in_processes(config, progress)
+    guard_outputs(config)
     start = setting(config)
     shots = draw(start, config, base=config.base)
-    bound = start.open(config.target)
     out = Path(config.out)
     resume = out.with_name(f".{out.name}.part") if config.resume else None
-    votes = collect_votes(
-        bound.model,
-        bound.loss,
-        bound.batches(shots.fewshot, config.batch_size),
-        vote=config.vote,  # type: ignore[arg-type]
-        engine=config.engine,
-        checkpoint=resume,
-        progress=progress,
-    )
-    votes = on_disk(votes, bound, config.target)
-    votes.save(out)
-    if resume is not None:
-        resume.unlink(missing_ok=True)
+    make_parent(out)
+    with locked(out):
+        bound = start.open(config.target)
+        votes = collect_votes(
+            bound.model,
+            bound.loss,
+            bound.batches(shots.fewshot, config.batch_size),
+            vote=config.vote,  # type: ignore[arg-type]
+            engine=config.engine,
+            checkpoint=resume,
+            identity=repr((vars(start.task), bound.prompts if hasattr(bound, "prompts") else None)),
+            where=[row.where for row in shots.fewshot],
+            progress=progress,
+        )
+        votes = on_disk(votes, bound, config.target, origin_of(config, bound, shots.fewshot))
+        votes.save(out)
+        if resume is not None:
+            discard(resume)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
 
 
-def on_disk(votes: SignVotes, bound: Bound, target: str) -> SignVotes:
+def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[str, Any]:
+    """What the bits of these votes depend on besides the target: settings, examples, device, versions."""
+    names = (
+        "task",
+        "shots",
+        "seed",
+        "select",
+        "vote",
+        "engine",
+        "batch_size",
+        "dtype",
+        "pooling",
+        "max_length",
+    )
+    examples = hashlib.sha256("".join(f"{row.content}\t{row.get('label')}\n" for row in fewshot).encode())
+    device = next(bound.model.parameters()).device
+    return {
+        "settings": {name: getattr(config, name) for name in names},
+        "examples": examples.hexdigest(),
+        "device": device_name(device),
+        **versions(),
+    }
+
+
+def on_disk(
+    votes: SignVotes, bound: Bound, target: str, origin: Mapping[str, Any] | None = None
+) -> SignVotes:
     """The same votes under the checkpoint's own names, tied to its hash."""
     checkpoint = open_checkpoint(target)
     mapping = name_map(bound.model, checkpoint.names())
@@ -65,4 +101,5 @@ def on_disk(votes: SignVotes, bound: Bound, target: str) -> SignVotes:
         target_hash=target_fingerprint(checkpoint),
         probe={},
         notes=votes.notes,
+        origin=origin,
     )
