@@ -2,13 +2,14 @@
 
 A plug point is a function (or class) and one decorator. Third-party packages add
 entries through the entry-point group `gradfix.<plural>` and are loaded on first use.
-A duplicate name fails; an unknown one lists the choices."""
+A duplicate name fails, an unknown one lists the choices, a broken package is named."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Generic, TypeVar
 
 from gradfix.errors import UsageError
@@ -21,7 +22,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __init__(self, kind: str, *, group: str | None = None) -> None:
         self.kind = kind
-        self.group = group or f"gradfix.{kind}s"
+        self.group = group or f"gradfix.{kind.replace(' ', '_')}s"
         self._entries: dict[str, T] = {}
         self._plugins_loaded = False
 
@@ -39,8 +40,31 @@ class Registry(Mapping[str, T], Generic[T]):
             return
         self._plugins_loaded = True
         for point in entry_points(group=self.group):
-            if point.name not in self._entries:
-                self._entries[point.name] = point.load()
+            self._add_plugin(point, known=set(self._entries))
+
+    def _add_plugin(self, point: EntryPoint, known: set[str]) -> None:
+        """Loading may register the entry by its decorator; an object that did not is the entry itself."""
+        package = point.dist.name if point.dist else point.value
+        if point.name in known:
+            raise UsageError(
+                f"the package {package} adds a {self.kind} called {point.name!r}, which exists already. "
+                "Uninstall it or ask its authors to rename the entry."
+            )
+        try:
+            found = point.load()
+        except Exception as error:  # whatever a stranger's module raises on import
+            raise UsageError(
+                f"the {self.kind} {point.name!r} of the package {package} cannot be loaded "
+                f"({type(error).__name__}: {error}). Repair or uninstall that package."
+            ) from error
+        if point.name in self._entries:
+            return
+        if isinstance(found, ModuleType):
+            raise UsageError(
+                f"the package {package} promises a {self.kind} called {point.name!r}, "
+                f"but importing {point.value} does not register it."
+            )
+        self._entries[point.name] = found
 
     def __getitem__(self, name: str) -> T:
         self._load_plugins()

@@ -42,6 +42,13 @@ class Transported:
     def __repr__(self) -> str:
         return f"Transported({self.config.get('mask')}, {self.kept_share():.1%} kept, {self.update!r})"
 
+    def _repr_html_(self) -> str:
+        from gradfix.diagnostics import notebook_table
+
+        largest = sorted(self.update.items(), key=lambda item: -item[1].numel())[:12]
+        rows = [(n, "x".join(map(str, t.shape)), f"{self.kept[n]:.1%}") for n, t in largest]
+        return notebook_table(repr(self), ("tensor", "shape", "kept"), rows)
+
 
 def transport(
     tau: TaskVector,

@@ -6,6 +6,7 @@ becomes one line on stderr and its exit code; nothing ends in a traceback unless
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ def run(argv: list[str]) -> int:
         return _dispatch(argv)
     except KeyboardInterrupt:
         say_error(
-            "interrupted; nothing was lost. Run the same command again to go on where it can be resumed."
+            "interrupted; inputs are untouched and no half-written output is left. Finished parts of vote, "
+            f"finetune, compare and reproduce are kept. To go on: {shlex.join(['gradfix', *argv])}"
         )
         return INTERRUPTED
     except GradfixError as error:
