@@ -75,9 +75,10 @@ def setting() -> dict[str, Any]:
     base = trained(ancestor, rows(120, 2, 0.0), 10, 0.01)
     target = trained(ancestor, rows(120, 3, 0.1), 10, 0.01)
     train = rows(180, 4, 0.7)
+    tuned = trained(base, train, 40, 0.01)
     return {
         "base": base,
-        "tuned": trained(base, train, 40, 0.01),
+        "tuned": tuned,
         "target": NumbersBound(target),
         "target_tuned": trained(target, train, 40, 0.01),
         "data": dataset(train),

@@ -44,7 +44,7 @@ def folded(given) -> Results:
     return run(given, validation="none")
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - ALIGNED - {"best"}))
+@pytest.mark.parametrize("name", sorted(set(METHODS) - ALIGNED))
 @pytest.mark.parametrize("regime", ["validation", "few_shot"])
 def test_every_method_runs_in_both_regimes(validated, folded, name, regime):
     results = validated if regime == "validation" else folded
@@ -241,6 +241,12 @@ def test_the_references_are_left_out_when_nobody_may_fine_tune(given):
     assert [row["method"] for row in results.rows] == ["zero_shot", "naive"]
     assert all(row["recovered"] is None for row in results.rows)
     assert any("oracle was left out" in note for note in results.notes)
+
+
+def test_unlabelled_inputs_may_not_come_from_test(given):
+    inputs = [{"text": row["text"]} for row in given["data"].splits["test"][:5]]
+    with pytest.raises(DataError, match="same example"):
+        run(given, methods=["best"], unlabelled=inputs)
 
 
 def test_changed_examples_are_shown_with_their_answers(validated):

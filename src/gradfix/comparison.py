@@ -44,6 +44,7 @@ def compare(
     seeds: Sequence[int] = (0,),
     methods: Iterable[str] | None = None,
     validation: Any = "auto",
+    unlabelled: Any = None,
     work: str | os.PathLike[str] | None = None,
     search: Search | None = None,
     finetune: Mapping[str, Any] | bool = True,
@@ -61,7 +62,7 @@ def compare(
 
     `target` is a checkpoint or an opened one. `data` needs the splits train (the few-shot sets are drawn from
     it) and test. `validation` is "auto" (the data's own split when there is one), "none" (everything is chosen
-    on held-out folds of the few-shot set) or other data. The references `oracle` and `fine_tuned` take
+    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. The references `oracle` and `fine_tuned` take
     `target_tuned`; without it the target is fine-tuned on the train split (`finetune` holds the recipe's options,
     False leaves them out). `progress(what, done, total)` is called before each unit and once at the end."""
     names, explicit = _names(methods, target_tuned)
@@ -73,6 +74,7 @@ def compare(
         data=data,
         task=task,
         validation=validation,
+        unlabelled=unlabelled,
         finetune=finetune if any(METHODS[name].reference for name in names) else False,
         task_options=task_options or {},
         search=search or Search(),

@@ -37,6 +37,7 @@ class Inputs:
         data: Any,
         task: str | Task | None,
         validation: Any,
+        unlabelled: Any,
         finetune: Mapping[str, Any] | bool,
         task_options: Mapping[str, Any],
         search: Search,
@@ -55,6 +56,9 @@ class Inputs:
             *self.dataset.notes,
             *check_disjoint({name: part for name, part in parts.items() if part}),
         ]
+        self.unlabelled = _unlabelled(unlabelled)
+        if self.unlabelled:
+            check_disjoint({"unlabelled": self.unlabelled, "test": self.test})
         self.task = _task(task, self.dataset, task_options)
         self.sources = {"base": base, "tuned": tuned, "target_tuned": target_tuned}
         self.bound = _open(target, self.task, dtype, device)
@@ -70,7 +74,7 @@ class Inputs:
         self.identity = {
             "version": __version__,
             "inputs": self.fingerprints,
-            "data": _hashes(parts),
+            "data": _hashes({**parts, "unlabelled": self.unlabelled or []}),
             "labels": {str(name): str(prompt) for name, prompt in self.dataset.labels.items()},
             "task": type(self.bound).__name__,
             "task_options": {name: str(value) for name, value in sorted(task_options.items())},
@@ -112,6 +116,7 @@ class Inputs:
             store=self.folder,
             aligned=lambda how: _align(base, self.target, tau, how),
             tuned_target=self._tuned_target(target_tuned),
+            unlabelled=self.unlabelled,
             teacher=lambda: teacher_of(self.bound, base, tau, self.task),
         )
 
@@ -189,6 +194,13 @@ def _validation(dataset: Dataset, wanted: Any) -> Sequence[Example] | None:
         return dataset.splits.get("validation")
     other = wanted if isinstance(wanted, Dataset) else load_data(wanted, labels=dataset.labels or None)
     return other.pick("validation", "train")
+
+
+def _unlabelled(source: Any) -> Sequence[Example] | None:
+    """Rows are taken as they are: nobody asks for their labels."""
+    if source is None or (isinstance(source, Sequence) and not isinstance(source, str)):
+        return source
+    return (source if isinstance(source, Dataset) else load_data(source)).pick("unlabelled", "train")
 
 
 def _task(task: str | Task | None, dataset: Dataset, options: Mapping[str, Any]) -> Task | None:

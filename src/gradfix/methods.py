@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -192,10 +190,10 @@ def fine_tuned(arena: Arena, support: Support) -> Outcome:
 
 @method("best", "Best recipe")
 def best(arena: Arena, support: Support) -> Outcome:
-    if find_spec("gradfix.best") is None:
-        raise NotHere("this installation has no best recipe.")
-    outcome: Outcome = import_module("gradfix.best").best_outcome(arena, support)
-    return outcome
+    """A scaled transport, then lessons from the tuned old model; see `gradfix.best`."""
+    from gradfix.best import best_outcome
+
+    return best_outcome(arena, support)
 
 
 def _known(arena: Arena) -> TaskVector:
