@@ -132,7 +132,7 @@ def sign_agreement(book: Book) -> Table:
         whole = [_percent(answer["all"]) or 0.0 for answer in found.values()]
         rows.append([task, "all weights", *whole])
         rising.append(whole[-1] > whole[0])
-        last = [value for value in found[book.grid.budgets[-1]]["blocks"].values()]
+        last = list(found[book.grid.budgets[-1]]["blocks"].values())
         uneven.append(100 * (max(last, default=0.0) - min(last, default=0.0)))
         panels.append({
             "title": task, "rows": blocks, "columns": [str(shots) for shots in found],

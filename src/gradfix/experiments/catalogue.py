@@ -217,7 +217,7 @@ def _labels(declared: Declared, rows: Any) -> dict[str, list[str] | str]:
             )
         words = dict(zip(names, declared.classes, strict=True))
     if declared.image is None:
-        return {name: word for name, word in words.items()}
+        return dict(words.items())
     return {name: [t.replace("{}", word) for t in declared.templates] for name, word in words.items()}
 
 

@@ -53,6 +53,6 @@ def _heat(sheet: Any, axis: Any, panel: Mapping[str, Any], first: bool) -> None:
     axis.set_yticks(range(len(panel["rows"])), panel["rows"] if first else [], fontsize=7)
     for i, row in enumerate(values):
         for j, value in enumerate(row):
-            shade = "white" if value < 62 else "black"  # noqa: PLR2004
+            shade = "white" if value < 62 else "black"
             axis.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6, color=shade)
     sheet.colorbar(image, ax=axis, shrink=0.8)

@@ -197,7 +197,7 @@ def _grid(quick: bool, budgets: tuple[int, ...], main: tuple[int, ...], curve: i
     if quick:
         main = main[:1] if len(main) == 1 else (main[0], main[-1])
         return Grid(budgets=main, main=main, selection=main, curve=curve, seeds=(0, 1), search=FEW)
-    selection = tuple(k for k in budgets if k <= 20) or budgets  # noqa: PLR2004
+    selection = tuple(k for k in budgets if k <= 20) or budgets
     return Grid(budgets=budgets, main=main, selection=selection, curve=curve, seeds=(0, 1, 2), search=FEW)
 
 

@@ -161,7 +161,7 @@ def answer_all(
 
 def _answered(suite: Suite, lab: Lab, groups: Sequence[list[Question]]) -> Iterator[tuple[Question, Answer]]:
     workers = min(suite.processes, os.cpu_count() or 1, len(groups))
-    if workers < 2:  # noqa: PLR2004
+    if workers < 2:
         for group in groups:
             for question in group:
                 yield question, lab.answer(question)

@@ -95,7 +95,7 @@ def run_agreement(lab: Lab, *, pair: str, task: str, shots: int, seed: int) -> A
 
 
 @MEASURES.register("merged")
-def run_merged(  # noqa: PLR0913
+def run_merged(
     lab: Lab,
     *,
     pair: str,

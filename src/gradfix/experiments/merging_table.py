@@ -36,7 +36,7 @@ def merging(book: Book) -> Table:
     for setting, chosen in (("tasks", [None]), ("sources", list(book.suite.source_tasks()))):
         for combiner, combined in COMBINERS.items():
             for pipeline, how in PIPELINES.items() if chosen else ():
-                found = {}
+                found: dict[str, float] = {}
                 for task in chosen:
                     answer = book.ask(
                         "merged", pair=pair, setting=setting, task=task, combiner=combiner, pipeline=pipeline,

@@ -108,11 +108,11 @@ class PocketSuite(Suite):
         def aligned(how: str) -> TaskVector:
             return align(pocket.model(given.base), bound.model, method=how).apply(tau)
 
-        train = _examples("train", task)
+
         arena = Arena(
             bound=bound,
             tau=tau,
-            train=train,
+            train=_examples("train", task),
             validation=_examples("validation", task),
             test=_examples("test", task, TESTED[self.quick]),
             search=self.grid.search,
@@ -122,7 +122,8 @@ class PocketSuite(Suite):
         )
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
-        return Scene(arena, lambda: PocketBound(given.base), len(train), len(bound.labels), size, TOKENS)
+        samples = pocket.figures()["images"]["all"]  # what the fine-tunes were trained on
+        return Scene(arena, lambda: PocketBound(given.base), samples, len(bound.labels), size, TOKENS)
 
     def support(self, pair: str, side: str) -> Side:
         given = pocket.pair(pair)

@@ -59,7 +59,7 @@ def _transport_claims(
     zero, naive = fixed["zero_shot"], fixed["naive"]
     same = [abs(a - b) <= 2 * CLEAR for a, b in _both(naive, zero)]
     first, last = budgets[0], budgets[-1]
-    found = [
+    return [
         Claim(
             f"{pair}: plain addition stays at the level of the untouched target.",
             verdict(same),
@@ -89,7 +89,6 @@ def _transport_claims(
             f"mean {points(fixed['oracle'].mean, budgeted['gradfix', last].mean)} at {last} per class",
         ),
     ]  # fmt: skip
-    return found
 
 
 def _beats(pair: str, text: str, lines: Sequence[tuple[Line, Line]], last: int) -> Claim:
