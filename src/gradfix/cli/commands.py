@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import typer
@@ -168,10 +169,14 @@ def _merge(config: configs.MergeConfigOptions, *, json_out: str | None, quiet: b
 
 
 def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.experiments import run_reproduce
+    from gradfix.experiments import plan_reproduce
 
+    job = plan_reproduce(config)
+    say_notes([job.estimate.words], quiet)
+    if job.suite.asks_first and not config.yes and sys.stdin.isatty():
+        typer.confirm("Start?", abort=True, err=True)
     with stages(quiet) as stage:
-        result = run_reproduce(config, stage)
+        result = job.run(stage)
     write_json(result.as_json(), json_out)
     for title, header, rows in result.tables():
         table(title, header, rows, quiet or json_out == "-")
