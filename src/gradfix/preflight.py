@@ -14,6 +14,8 @@ HEADS = frozenset(
     "cls lm_head classifier pre_classifier score head heads qa_outputs predictions generator_predictions "
     "discriminator_predictions pooler".split()
 )
+# Buffers of batch norm: floating tensors on disk, but measured on data, never learned by gradients.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ def plan_transport(
     shared = [name for name in target.names() if name in before and name not in dropped]
     _check_shapes(base, tuned, shared)
     _check_shapes(base, target, shared)
-    transported = floating(target, shared)
-    copied = {name: "not a floating tensor" for name in shared if name not in set(transported)}
+    copied = {name: "running statistics of the target" for name in shared if name.endswith(STATISTICS)}
+    transported = [name for name in floating(target, shared) if name not in copied]
+    copied |= {n: "not a floating tensor" for n in shared if n not in copied and n not in set(transported)}
     copied |= dict.fromkeys(goal - before - after, "only in the target")
     copied |= dict.fromkeys(goal & dropped, "a head the fine-tune dropped")
     extra = _plan_extra(base, tuned, target, sorted(after - before), head)

@@ -37,7 +37,7 @@ from gradfix.checkpoints.write import (
 from gradfix.descent import MAX_NORM_RATIO, stranger
 from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.fates import Fate, cosines, total
-from gradfix.pieces import all_finite, nonzeros
+from gradfix.pieces import all_finite
 from gradfix.preflight import Plan, plan_transport
 from gradfix.transported import mask_piece, share
 from gradfix.votes.ballot import Ballot, OpenVotes

@@ -51,7 +51,18 @@ def versions() -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"versions": found, "machine": {"arch": platform.machine(), "threads": torch.get_num_threads()}}
+    machine = {
+        "arch": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "matmul": torch.get_float32_matmul_precision(),
+    }
+    return {"versions": found, "machine": machine}
+
+
+def device_name(device: torch.device) -> str:
+    """The device as it changes bits: two cards of one kind are the same, two kinds are not."""
+    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
 def layout_of(

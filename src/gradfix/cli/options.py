@@ -17,7 +17,6 @@ import typer
 
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
-from gradfix.workflows import configs
 
 Config = Any
 
@@ -30,14 +29,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _list_flags() -> set[str]:
-    kinds = [k for k in vars(configs).values() if dataclasses.is_dataclass(k)]
-    return {flag(n) for kind in kinds for n, f in fields_of(kind).items() if "tuple" in str(f.type)}  # type: ignore[arg-type]
-
-
-def expand_lists(argv: list[str]) -> list[str]:
-    """`--shots 5 50` -> `--shots 5 --shots 50`, for the options that take several values."""
-    repeatable = _list_flags()
+def expand_lists(argv: list[str], kind: type[Config] | None) -> list[str]:
+    """`--shots 5 50` -> `--shots 5 --shots 50`, for the options of this command that take several values."""
+    known = fields_of(kind) if kind else {}
+    repeatable = {flag(name) for name, field in known.items() if "tuple" in str(field.type)}
     out: list[str] = []
     current: str | None = None
     taken = 0
@@ -71,7 +66,11 @@ def command(kind: type[Config], body: Callable[..., int | None], *, doc: str) ->
     def callback(**given: Any) -> int | None:
         json_out, quiet = given.pop("json"), given.pop("quiet")
         path = None if has_config else given.pop("config")
-        return body(settle(kind, given, path), json_out=json_out, quiet=quiet)
+        config = settle(kind, given, path)
+        from gradfix.workflows.guard import guard_outputs
+
+        guard_outputs(config, json_out)
+        return body(config, json_out=json_out, quiet=quiet)
 
     positional = [
         p for p in parameters if isinstance(typing.get_args(p.annotation)[1], typer.models.ArgumentInfo)

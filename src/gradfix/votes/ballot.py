@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from gradfix.pieces import recut
 from gradfix.preflight import Plan
 from gradfix.transported import mask_options, random_directions
 from gradfix.votes.identity import check_probe
-from gradfix.votes.tally import SignVotes, dtype_for, votes_metadata
+from gradfix.votes.tally import SignVotes, check_integers, dtype_for, votes_metadata
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def open_votes(votes: SignVotes | OpenVotes | str | os.PathLike[str], target: Ch
         return OpenVotes(open_checkpoint(named), votes)
     file = SafetensorsFile(Path(votes))
     about = SignVotes({}, **votes_metadata(file.path, file.metadata))
+    check_integers(file)
     return OpenVotes(_renamed_file(file, about.disk_names, known), about)
 
 
@@ -59,6 +61,7 @@ class Ballot:
         self.rule: Mask = MASKS[mask]
         self.source: Checkpoint | None = None
         self.count, self.target_hash = 0, None
+        self.origin: dict[str, Any] = {}
         if self.rule.sees == "reference":
             raise UsageError(
                 "mask 'magnitude' needs gradients, which are not kept in votes files; use transport()."
@@ -72,7 +75,7 @@ class Ballot:
             raise UsageError(f"mask {mask!r} needs votes: make them with `gradfix vote` and pass the file.")
         opened = open_votes(votes, target)
         self.source, about = opened.source, opened.about
-        self.count, self.target_hash = about.count, about.target_hash
+        self.count, self.target_hash, self.origin = about.count, about.target_hash, about.origin
         check_probe(about.probe, target)
         self.options = mask_options(mask, SignVotes({}, self.count), margin)
         self._check_names(plan, target)
@@ -93,6 +96,11 @@ class Ballot:
                 )
         if not set(self.source.names()) & set(plan.transported):
             raise IncompatibleCheckpoints(f"the votes cover none of the tensors of {target}.")
+
+    def identity(self) -> list[Any]:
+        """What the mask depends on, for recognising an interrupted run."""
+        content = None if self.source is None else self.source.fingerprint()
+        return [self.mask, self.options, self.seed, self.count, content]
 
     def has(self, name: str) -> bool:
         return self.source is None or name in self.source

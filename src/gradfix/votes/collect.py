@@ -5,8 +5,9 @@ speed, never the result."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from gradfix.registry import Registry, unknown
 from gradfix.taskvector import TaskVector
 from gradfix.votes.batched import batched
 from gradfix.votes.identity import probe_module
-from gradfix.votes.loop import Batch, Loss, batch_size, folding, loop, samples, take
+from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import SignVotes, Tally, dtype_for
 
 Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
@@ -39,28 +40,35 @@ def collect_votes(
     engine: str = "auto",
     *,
     checkpoint: Path | None = None,
+    identity: str = "",
+    where: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> SignVotes:
     """Count, per weight, the samples that want it to grow minus those that want it to shrink.
 
     `loss(model, batch)` returns one loss per sample. `vote="mean"` takes the sign of the summed
     gradient instead; its entries are 0 or plus/minus the sample count, a unanimous vote.
-    With `checkpoint`, finished batches are saved there and skipped when the same call runs again."""
+    With `checkpoint`, finished batches are saved there and skipped when the same call runs again;
+    `identity` then names what the loss depends on besides model and batches. `where` are the samples' names
+    for messages."""
     if vote == "mean":
         return _mean_votes(model, loss, batches, progress)
     if vote != "majority":
         raise UsageError(unknown("vote", vote, ["majority", "mean"]))
     tally = Tally(voting_parameters(model))
     notes: list[str] = []
+    bad: list[str] = []
     with left_as_it_was(model):
+        fold: Engine | None = None
         if checkpoint is not None:
-            from gradfix.votes.resume import resumable
+            from gradfix.votes.resume import model_key, resumable
 
-            batches = resumable(checkpoint, tally, batches)
-        _run(engine, model, loss, batches, tally, progress, notes)
+            batches, fold, notes = _engine_of_the_first(engine, model, loss, batches, tally)
+            batches = resumable(checkpoint, tally, batches, key=identity + model_key(model), bad=bad)
+        notes += _run(engine, model, loss, batches, tally, progress, bad, fold, where)
     if tally.count == 0:
         raise DataError("no samples to vote with; check the data and --shots.")
-    return finish(model, tally, notes)
+    return finish(model, tally, [*bad, *notes])
 
 
 def finish(model: nn.Module, tally: Tally, notes: list[str]) -> SignVotes:
@@ -78,18 +86,27 @@ def _run(
     batches: Iterable[Batch],
     tally: Tally,
     progress: Callable[[int], None] | None,
-    notes: list[str],
-) -> None:
-    fold: Engine | None = None
-    bad, seen = 0, 0
+    bad: list[str],
+    fold: Engine | None,
+    where: Sequence[str] | None,
+) -> list[str]:
+    """Fold all batches; samples without a finite loss go to `bad`. Returns the notes of the engine."""
+    notes: list[str] = []
+    if fold is None and engine != "auto":
+        fold = ENGINES[engine]
     for batch in batches:
-        good, skipped = finite_samples(model, loss, batch, first=seen)
+        if fold is batched and _folded(fold, model, loss, batch, tally):
+            if progress is not None:
+                progress(batch_size(batch))
+            continue
+        seen = tally.count + len(bad)  # more than zero at first when an interrupted vote goes on
+        good, skipped = finite_samples(model, loss, batch, first=seen, where=where)
         seen += batch_size(batch)
-        bad += len(skipped)
-        notes.extend(skipped)
-        if bad > BAD_SAMPLE_SHARE * max(seen, 1) and bad:
+        bad.extend(skipped)
+        if len(bad) > BAD_SAMPLE_SHARE * seen:
             raise DataError(
-                f"{bad} of {seen} samples give a loss that is not finite, first {skipped or notes}."
+                f"{len(bad)} of {seen} samples give a loss that is not finite, first {bad[0]}. "
+                "Repair or remove them, or compute in another --dtype."
             )
         if good is not None:
             if fold is None:
@@ -98,6 +115,29 @@ def _run(
             fold(model, loss, good, tally)
         if progress is not None:
             progress(batch_size(batch))
+    return notes
+
+
+def _folded(fold: Engine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> bool:
+    """Fold with an engine that looks at its own losses: no forward pass just to see that they are finite."""
+    try:
+        fold(model, loss, batch, tally)
+    except NotFinite:
+        return False
+    return True
+
+
+def _engine_of_the_first(
+    engine: str, model: nn.Module, loss: Loss, batches: Iterable[Batch], tally: Tally
+) -> tuple[Iterable[Batch], Engine | None, list[str]]:
+    """Choose on the first batch even when it is already counted: a resumed vote must not change engines."""
+    rest = iter(batches)
+    first = next(rest, None)
+    if first is None:
+        return [], None, []
+    good, _ = finite_samples(model, loss, first, first=0)
+    chosen = (None, []) if good is None else choose_engine(engine, model, loss, good, tally)
+    return itertools.chain([first], rest), *chosen
 
 
 def choose_engine(
@@ -114,7 +154,7 @@ def choose_engine(
 
 
 def finite_samples(
-    model: nn.Module, loss: Loss, batch: Batch, *, first: int
+    model: nn.Module, loss: Loss, batch: Batch, *, first: int, where: Sequence[str] | None = None
 ) -> tuple[Batch | None, list[str]]:
     """Leave out samples whose loss is NaN or Inf: the sign of NaN is 0, so they would vote in silence."""
     with torch.no_grad():
@@ -127,7 +167,9 @@ def finite_samples(
     finite = torch.isfinite(losses)
     if bool(finite.all()):
         return batch, []
-    skipped = [f"sample {first + int(i)}: loss is {float(losses[i])}" for i in (~finite).nonzero().flatten()]
+    odd = [int(i) for i in (~finite).nonzero().flatten()]
+    names = {i: f"sample {first + i}" if where is None else where[first + i] for i in odd}
+    skipped = [f"{names[i]}: loss is {float(losses[i])}" for i in odd]
     kept = finite.nonzero().flatten()
     return (take(batch, kept) if kept.numel() else None), skipped
 
@@ -208,7 +250,8 @@ def _refuse_silence(tally: Tally) -> None:
         )
     if silent:
         warnings.warn(
-            f"{len(silent)} tensors abstained (unused, or tied in every entry), first {silent[0]!r}.", stacklevel=3
+            f"{len(silent)} tensors abstained (unused, or tied in every entry), first {silent[0]!r}.",
+            stacklevel=3,
         )
 
 

@@ -6,14 +6,16 @@ what is already counted. Votes are sums of integers, so the result is the same b
 from __future__ import annotations
 
 import hashlib
+import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.safetensors_file import SafetensorsFile
 from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput
@@ -24,12 +26,22 @@ SAVE_EVERY_SECONDS = 10.0
 
 
 def resumable(
-    path: Path, tally: Tally, batches: Iterable[Batch], every: float = SAVE_EVERY_SECONDS
+    path: Path,
+    tally: Tally,
+    batches: Iterable[Batch],
+    every: float = SAVE_EVERY_SECONDS,
+    *,
+    key: str = "",
+    bad: list[str] | None = None,
 ) -> Iterator[Batch]:
-    """Yield the batches that are not yet counted, saving the tally between them."""
-    model_key = _weights_key(tally)
-    chain = hashlib.sha256(model_key.encode())
-    done, saved_chain = _load(path, tally, model_key)
+    """Yield the batches that are not yet counted, saving the tally between them.
+
+    `key` names whatever else the votes depend on (prompts, frozen weights, options); `bad` are the samples
+    left out so far, kept with the count so that a resumed vote names and weighs them too."""
+    key = weights_key(tally.parameters, key)
+    chain = hashlib.sha256(key.encode())
+    skipped = [] if bad is None else bad
+    done, saved_chain = _load(path, tally, key, skipped)
     pending = done > 0
     last = time.monotonic()
     for index, batch in enumerate(batches):
@@ -40,46 +52,67 @@ def resumable(
             pending = False
             if chain.hexdigest() == saved_chain:
                 continue
-            raise CorruptInput(
-                f"{path} belongs to another vote (other data, batch size or model). Delete it, or pass --no-resume."
-            )
+            raise _stranger(path)
         yield batch
         if time.monotonic() - last >= every:
-            _save(path, tally, model_key, index + 1, chain.hexdigest())
+            _save(path, tally, key, index + 1, chain.hexdigest(), skipped)
             last = time.monotonic()
+    if pending:
+        raise _stranger(path)
 
 
-def _save(path: Path, tally: Tally, key: str, done: int, chain: str) -> None:
+def weights_key(tensors: Mapping[str, Tensor], about: str = "") -> str:
+    """sha256 over names, dtypes, shapes and every byte."""
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in tensors.items():
+        digest.update(f"\n{name}\t{tuple(tensor.shape)}\t{tensor.dtype}\n".encode())
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def model_key(model: nn.Module) -> str:
+    """All weights and buffers, those that do not vote included: they shape the votes of the others."""
+    return weights_key({**dict(model.named_buffers()), **dict(model.named_parameters())})
+
+
+def _save(path: Path, tally: Tally, key: str, done: int, chain: str, bad: list[str]) -> None:
     metadata = {
         "format": "gradfix.partial",
         "count": str(tally.count),
         "batches": str(done),
         "chain": chain,
         "key": key,
+        "bad": json.dumps(bad),
     }
     save_tensors(path, {name: buffer.cpu().contiguous() for name, buffer in tally.items()}, metadata)
 
 
-def _load(path: Path, tally: Tally, key: str) -> tuple[int, str]:
+def _load(path: Path, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]:
     if not path.is_file():
         return 0, ""
     file = SafetensorsFile(path)
     about = file.metadata
     if about.get("format") != "gradfix.partial" or about.get("key") != key:
-        raise CorruptInput(f"{path} belongs to another vote. Delete it, or pass --no-resume.")
-    tally.load({name: file.read(name) for name in file.entries}, int(about["count"]))
-    return int(about["batches"]), about["chain"]
+        raise _stranger(path)
+    try:
+        tally.load({name: file.read(name) for name in file.entries}, int(about["count"]))
+        bad.extend(json.loads(about["bad"]))
+        return int(about["batches"]), about["chain"]
+    except (KeyError, ValueError, TypeError):
+        raise CorruptInput(f"{path} is a damaged partial vote. Delete it, or pass --no-resume.") from None
 
 
-def _weights_key(tally: Tally) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in tally.parameters.items():
-        sample = parameter.detach().reshape(-1)[:64].double().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}{sample.tolist()}".encode())
-    return digest.hexdigest()
+def _stranger(path: Path) -> CorruptInput:
+    return CorruptInput(
+        f"{path} belongs to another vote (other data, options, batch size or model). "
+        "Delete it, or pass --no-resume."
+    )
 
 
 def _update(digest: hashlib._Hash, batch: Batch) -> None:
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor):
+            digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())

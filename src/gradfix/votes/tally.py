@@ -9,12 +9,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
+
+if TYPE_CHECKING:
+    from gradfix.checkpoints.safetensors_file import SafetensorsFile
 
 LIMITS = ((127, torch.int8), (32767, torch.int16), (2**31 - 1, torch.int32))
 
@@ -40,6 +43,7 @@ class SignVotes(Mapping[str, Tensor]):
         disk_names: Mapping[str, str] | None = None,
         probe: Mapping[str, list[float]] | None = None,
         notes: tuple[str, ...] = (),
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self._tensors = dict(tensors)
         self.count = int(count)
@@ -48,6 +52,7 @@ class SignVotes(Mapping[str, Tensor]):
         self.disk_names = dict(disk_names or {})
         self.probe = dict(probe or {})
         self.notes = notes
+        self.origin = dict(origin or {})  # settings and machine the votes were taken with
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -106,6 +111,8 @@ class SignVotes(Mapping[str, Tensor]):
             metadata["disk_names"] = json.dumps(self.disk_names)
         if self.probe:
             metadata["probe"] = json.dumps(self.probe)
+        if self.origin:
+            metadata["origin"] = json.dumps(self.origin)
         if self.target_hash:
             metadata["target_hash"] = self.target_hash
         save_tensors(Path(path), {name: t.cpu().contiguous() for name, t in self.items()}, metadata)
@@ -116,6 +123,7 @@ class SignVotes(Mapping[str, Tensor]):
 
         file = SafetensorsFile(Path(path))
         about = votes_metadata(file.path, file.metadata)
+        check_integers(file)
         tensors = {name: file.read(name) for name in file.names_in_file_order()}
         return cls(tensors, **about)
 
@@ -138,20 +146,38 @@ class SignVotes(Mapping[str, Tensor]):
         return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
 
 
+def check_integers(file: SafetensorsFile) -> None:
+    """A vote is an integer; anything else was not written by gradfix."""
+    for name, entry in file.entries.items():
+        if entry.info.dtype not in {dtype for _, dtype in LIMITS}:
+            raise CorruptInput(f"{file.path}: votes for {name!r} are {entry.info.dtype}, not integers.")
+
+
 def votes_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """What a votes file says about itself, as keyword arguments of SignVotes."""
     if metadata.get("format") != "gradfix.votes":
         raise CorruptInput(f"{path} is not a votes file; make one with `gradfix vote`.")
     try:
         return {
-            "count": int(metadata["count"]),
+            "count": _positive(metadata["count"]),
             "rule": metadata.get("rule", "majority"),
             "target_hash": metadata.get("target_hash"),
             "disk_names": dict(json.loads(metadata.get("disk_names", "{}"))),
-            "probe": dict(json.loads(metadata.get("probe", "{}"))),
+            "probe": _floats(json.loads(metadata.get("probe", "{}"))),
+            "origin": dict(json.loads(metadata.get("origin", "{}"))),
         }
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         raise CorruptInput(f"{path} has a damaged header; make it again with `gradfix vote`.") from None
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("no votes")
+    return int(text)
+
+
+def _floats(probe: Mapping[str, Any]) -> dict[str, list[float]]:
+    return {name: [float(value) for value in values] for name, values in probe.items()}
 
 
 class Tally:

@@ -1,0 +1,48 @@
+"""Outputs are never inputs: one check for every command, before anything is read.
+
+Files are compared by inode, so links and other spellings do not fool it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gradfix.checkpoints.write import refuse_inside
+from gradfix.data.files import is_table
+from gradfix.errors import OutputError
+
+CHECKPOINTS = ("base", "tuned", "target", "target_tuned", "model", "head_from", "checkpoints")
+FILES = ("data", "validation", "unlabelled", "votes", "results", "config")
+
+
+def guard_outputs(config: Any, *files: str | None) -> None:
+    """Refuse a config whose outputs, or these further files, would touch one of its inputs."""
+    weights, others = _existing(config, CHECKPOINTS), _existing(config, FILES)
+    for name in (getattr(config, "out", None), getattr(config, "report", None), *files):
+        if name is None or name == "-":
+            continue
+        out = Path(name)
+        refuse_inside(out, [*weights, *(path for path in others if path.is_file() or out.is_dir())])
+        if is_table(out) and any(
+            path.is_dir() and out.resolve().is_relative_to(path.resolve()) for path in others
+        ):
+            raise OutputError(
+                f"output {out} is a data file of the input; inputs are never modified. Choose another."
+            )
+
+
+def _existing(config: Any, names: Iterable[str]) -> list[Path]:
+    found = []
+    for name in names:
+        value = getattr(config, name, None)
+        values = value if isinstance(value, (tuple, list)) else [value]
+        found += [Path(item).expanduser() for item in values if isinstance(item, str) and item]
+    return [path for path in found if _exists(path)]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
