@@ -81,7 +81,8 @@ def best(
     lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), recipe, seed)
     alpha, curve = _start(bound, tau, labelled, lesson, recipe)
     names = bound.trainable()
-    rate = recipe.rate * typical_size(tau, names)
+    # Without the vector's help the steps have the whole way to go.
+    rate = recipe.rate * typical_size(tau, names) * (1 if alpha else 2)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
     with dialled(bound.model, tau) as dial:
