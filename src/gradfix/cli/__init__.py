@@ -35,9 +35,6 @@ def run(argv: list[str]) -> int:
     except GradfixError as error:
         say_error(" ".join(str(error).split()))
         return error.exit_code
-    except MemoryError:
-        say_error("out of memory. A smaller --batch-size, --dtype bf16 or --engine loop needs less.")
-        return 8
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -52,9 +49,11 @@ def run(argv: list[str]) -> int:
             return 2
         if os.environ.get("GRADFIX_DEBUG"):
             raise
-        if type(error).__name__ == "OutOfMemoryError":
+        from gradfix.workflows.memory import out_of_memory
+
+        if out_of_memory(error):
             say_error(
-                "the device is out of memory. A smaller --batch-size, --dtype bf16 or --engine loop needs less."
+                "out of memory. A smaller --batch-size (or --auto-batch), --dtype bf16 or --engine loop needs less."
             )
             return 8
         text = " ".join(str(error).split())[:300]
@@ -65,11 +64,11 @@ def run(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    from gradfix.cli.commands import build
+    from gradfix.cli.commands import COMMANDS, build
     from gradfix.cli.options import expand_lists
 
-    app = build()
-    return int(app(args=expand_lists(argv), standalone_mode=False, prog_name="gradfix") or 0)
+    kind = next((COMMANDS[word][0] for word in argv if word in COMMANDS), None)
+    return int(build()(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
 
 
 def _quieten() -> None:

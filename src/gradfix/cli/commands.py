@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
 
-from gradfix.cli.console import bar, say, say_notes, stages, table, write_json, write_text_or_stdout
+from gradfix.cli.console import asker, bar, say, say_notes, stages, table, write_json, write_text_or_stdout
 from gradfix.cli.options import command
+from gradfix.errors import UsageError
 from gradfix.workflows import configs
 
 
@@ -67,10 +69,13 @@ def _transport(config: configs.TransportConfig, *, json_out: str | None, quiet: 
 
 
 def _vote(config: configs.VoteConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.processes import leads
     from gradfix.workflows.voting import run_vote
 
-    with bar("voting", None, quiet) as step:
+    with bar("voting", None, quiet or not leads()) as step:
         result = run_vote(config, step)
+    if not leads():
+        return
     votes = result.votes
     content = {
         "out": str(result.out), "samples": votes.count, "tensors": len(votes), "tie_rate": votes.tie_rate(),
@@ -173,8 +178,9 @@ def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: 
 
     job = plan_reproduce(config)
     say_notes([job.estimate.words], quiet)
-    if job.suite.asks_first and not config.yes and sys.stdin.isatty():
-        typer.confirm("Start?", abort=True, err=True)
+    asks = job.suite.asks_first and not config.yes and sys.stdin.isatty()
+    if asks and not typer.confirm("Start?", err=True):
+        raise UsageError("not started. --yes starts without asking, --quick and a single table cost less.")
     with stages(quiet) as stage:
         result = job.run(stage)
     write_json(result.as_json(), json_out)
@@ -190,15 +196,62 @@ def _report(config: configs.ReportConfig, *, json_out: str | None, quiet: bool) 
     say(f"wrote {path}", quiet or json_out == "-")
 
 
+def _init(config: Any, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.starting import run_init
+
+    result = run_init(config, None if quiet else asker())
+    content = {"out": str(result.out), "command": result.command, "missing": list(result.missing)}
+    write_json(content, json_out)
+    quiet = quiet or json_out == "-"
+    if not result.written:
+        say(result.text, quiet)
+    say(f"{'wrote' if result.written else 'would write'} {result.out}; {result.next_step}", quiet)
+
+
+def _push(config: configs.PushConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.pushing import run_push
+
+    with stages(quiet) as stage:
+        stage(f"sending {config.out}")
+        result = run_push(config)
+    write_json({"repo": result.repo, "files": [name for name, _ in result.files], "bytes": result.size,
+                "url": result.url}, json_out)  # fmt: skip
+    quiet = quiet or json_out == "-"
+    table(f"{'would send' if config.dry_run else 'sent'} to {result.repo}", ("file", "bytes"),
+          [(name, f"{size:,}") for name, size in result.files], quiet)  # fmt: skip
+    if result.url:
+        say(f"see {result.url}", quiet)
+
+
+def _or_plan(body: Callable[..., None]) -> Callable[..., None]:
+    """The same command with a dry run: `plan_NAME` of the dryrun module says what it would do."""
+
+    def run(config: Any, *, json_out: str | None, quiet: bool) -> None:
+        if not config.dry_run:
+            body(config, json_out=json_out, quiet=quiet)
+            return
+        from gradfix.workflows import dryrun
+
+        sentence = getattr(dryrun, f"plan{body.__name__}")(config)
+        write_json({"dry_run": True, "summary": sentence}, json_out)
+        say(sentence, quiet or json_out == "-")
+
+    return run
+
+
 COMMANDS: dict[str, tuple[type[Any], Any, str]] = {
     "demo": (configs.DemoConfig, _demo, "Run the whole job on embedded models, in under a minute."),
     "transport": (configs.TransportConfig, _transport, "Move a fine-tune onto a new base model."),
     "compare": (
         configs.CompareConfig,
-        _compare,
+        _or_plan(_compare),
         "All methods side by side under one label budget, with a verdict.",
     ),
-    "vote": (configs.VoteConfig, _vote, "Take a target's votes and save them for any number of transports."),
+    "vote": (
+        configs.VoteConfig,
+        _or_plan(_vote),
+        "Take a target's votes and save them for any number of transports.",
+    ),
     "merge": (
         configs.MergeConfigOptions,
         _merge,
@@ -212,7 +265,9 @@ COMMANDS: dict[str, tuple[type[Any], Any, str]] = {
     "verify": (configs.VerifyConfig, _verify, "Check an output folder against its manifest."),
     "finetune": (configs.FinetuneConfig, _finetune, "Fine-tune a checkpoint with the paper's recipe."),
     "evaluate": (configs.EvaluateConfig, _evaluate, "Score a checkpoint on labelled examples."),
-    "select": (configs.SelectConfig, _select, "Choose the few-shot examples and write their ids."),
+    "select": (configs.SelectConfig, _or_plan(_select), "Choose the few-shot examples and write their ids."),
     "reproduce": (configs.ReproduceConfig, _reproduce, "Reproduce the paper's tables and figures."),
-    "report": (configs.ReportConfig, _report, "Make the HTML report of an earlier result."),
+    "report": (configs.ReportConfig, _or_plan(_report), "Make the HTML report of an earlier result."),
+    "init": (configs.InitConfig, _init, "Write a commented YAML file of options, by asking or by flags."),
+    "push": (configs.PushConfig, _push, "Send an output folder to the model hub, after checking it."),
 }

@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+PIPED = 100_000  # columns of a pager or a file: nothing is folded there
+READABLE = 12  # the narrowest first column worth folding into
+
 
 def out() -> Console:
-    return Console(soft_wrap=not sys.stdout.isatty())
+    return Console() if sys.stdout.isatty() else Console(soft_wrap=True, width=PIPED)
 
 
 def say_error(message: str) -> None:
@@ -38,14 +42,29 @@ def say_notes(notes: Sequence[str], quiet: bool) -> None:
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], quiet: bool = False) -> None:
     if quiet:
         return
+    console = out()
+    plain = [[_plain(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*plain)]
+    if sum(widths[1:]) + 2 * len(widths[1:]) + min(widths[0], READABLE) > console.width:
+        _records(console, title, plain)
+        return
     made = Table(
         title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False
     )
     for index, name in enumerate(header):
         made.add_column(name, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index > 0)
-    for row in rows:
-        made.add_row(*(Text(_plain(str(cell))) for cell in row))
-    out().print(made)
+    for row in plain[1:]:
+        made.add_row(*map(Text, row))
+    console.print(made)
+
+
+def _records(console: Console, title: str, plain: Sequence[Sequence[str]]) -> None:
+    """A table too wide for the terminal, row by row: every cell on a line of its own, nothing cut off."""
+    console.print(Text(title, style="bold"))
+    for row in plain[1:]:
+        console.print(Text(row[0], style="bold"))
+        for name, cell in zip(plain[0][1:], row[1:]):
+            console.print(Text(f"  {name}: {cell}" if name else f"  {cell}"))
 
 
 def _plain(text: str) -> str:
@@ -66,6 +85,18 @@ def write_text_or_stdout(text: str, path: str | None) -> None:
         from gradfix.checkpoints.write import write_text
 
         write_text(Path(path), text)
+
+
+def asker() -> Callable[[str, str | None, Sequence[str]], str] | None:
+    """Questions on the terminal; None where nobody sits there."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    from rich.prompt import Prompt
+
+    def ask(question: str, default: str | None, choices: Sequence[str]) -> str:
+        return Prompt.ask(Text(question), choices=list(choices) or None, default=default or "") or ""
+
+    return ask
 
 
 @contextlib.contextmanager

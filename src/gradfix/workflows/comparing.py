@@ -10,13 +10,19 @@ from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.results import Results
 from gradfix.workflows.configs import CompareConfig, ReportConfig, command_line
+from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.setting import NO_VALIDATION, device_of, make_task, read_data
 
 
+@halving_batches(in_notes)
 def run_compare(
     config: CompareConfig, json_out: str | None = None, stage: Callable[[str], None] = lambda _: None
 ) -> Results:
     """All methods under one budget; finished units are kept in the work folder, so a killed run goes on."""
+    if config.track:
+        from gradfix.tracking import parse, track
+
+        parse(config.track)  # a missing tracker is better known before the work than after
     heal_torchvision()
     from gradfix.comparison import compare
     from gradfix.report import write_report
@@ -49,6 +55,8 @@ def run_compare(
     )
     if config.report:
         write_report(results, config.report)
+    if config.track:
+        track(results, config.track)
     return results
 
 

@@ -6,7 +6,7 @@ arguments of its workflow. The help text lives in the field. Importing this modu
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 
@@ -15,6 +15,10 @@ def option(help: str, default: Any = None, *, required: bool = False, positional
     if isinstance(default, (list, tuple)):
         return field(default=tuple(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
+DRY_RUN = "Check everything and say what would be done; write nothing."
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -68,6 +72,7 @@ class ShotOptions(DataOptions):
     select: str = option("How the examples are chosen: random, herding, kmedoids, coreset.", "random")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
     engine: str = option("Vote engine: auto, loop or batched.", "auto")
+    auto_batch: bool = option(AUTO_BATCH, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,7 @@ class VoteConfig(ShotOptions):
     vote: str = option("majority (of per-sample signs) or mean (sign of the summed gradient).", "majority")
     processes: int = option("Processes that share the samples.", 1)
     resume: bool = option("Go on from an interrupted vote with the same settings.", True)
+    dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +109,7 @@ class TransportConfig(ShotOptions):
     check: bool = option("Check on the examples that the fine-tune beats its base.", True)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     force: bool = option("Go on where a check would refuse.", False)
-    dry_run: bool = option("Check everything and say what would be done; write nothing.", False)
+    dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +125,7 @@ class FinetuneConfig(DataOptions):
     shots: int | None = option("Use only this many examples per class.")
     new_head: bool = option("Classification: put a new head on a model that has none.", False)
     overwrite: bool = option("Replace a non-empty output folder.", False)
-    dry_run: bool = option("Check everything and say what would be done; write nothing.", False)
+    dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,7 @@ class EvaluateConfig(DataOptions):
     model: str = option("Checkpoint to score.", required=True)
     split: str = option("Split to score on.", "test")
     head_from: str | None = option("Zero-shot: pre-trained checkpoint whose frozen head is used.")
+    auto_batch: bool = option(AUTO_BATCH, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +148,7 @@ class InspectConfig:
 class SelectConfig(ShotOptions):
     base: str | None = option("Base model whose frozen encoder gives the features.")
     out: str = option("Where to write the chosen ids (.jsonl or .json).", required=True)
+    dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +168,11 @@ class CompareConfig(DataOptions):
     unlabelled: str | None = option("Unlabelled inputs for the method 'best'.")
     engine: str = option("Vote engine: auto, loop or batched.", "auto")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
+    auto_batch: bool = option(AUTO_BATCH, False)
     work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
     report: str | None = option("HTML report to write.")
     track: str | None = option("Also log to tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT.")
+    dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +194,7 @@ class MergeConfigOptions:
     from_mergekit: str | None = option("Read a mergekit YAML file instead.")
     target: str | None = option("Target model, where the recipe does not name one.")
     overwrite: bool = option("Replace a non-empty output folder.", False)
-    dry_run: bool = option("Check everything and say what would be done; write nothing.", False)
+    dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,3 +211,42 @@ class ReproduceConfig:
 class ReportConfig:
     results: str = option("results.json of an earlier compare or demo.", required=True, positional=True)
     out: str | None = option("HTML (or .md) file to write; beside the results by default.")
+    dry_run: bool = option(DRY_RUN, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushConfig:
+    out: str = option("Folder that gradfix wrote.", required=True, positional=True)
+    repo: str = option("Hub repository, owner/name; made if it does not exist.", required=True)
+    private: bool = option("Make a new repository private.", False)
+    message: str | None = option("Commit message.")
+    dry_run: bool = option("Check the folder and list what would be sent; contact nobody.", False)
+
+
+INITIALISED = {"transport": TransportConfig, "compare": CompareConfig}  # and merge, whose YAML is a recipe
+PLENTY = ("base", "tuned", "data", "shots", "seeds", "methods", "text_column", "templates")
+
+
+def _union() -> list[tuple[str, Any, Any]]:
+    """Every option that a command of `init` knows, unset; `out` is the file that init itself writes."""
+    found: dict[str, tuple[str, Any, Any]] = {}
+    for kind in INITIALISED.values():
+        for item in fields(kind):
+            several = item.name in PLENTY
+            hint = tuple[str, ...] if several else bool | None if "bool" in str(item.type) else str | None
+            found[item.name] = (item.name, hint, option(item.metadata["help"], () if several else None))
+    for name in ("out", "dry_run", "overwrite"):
+        found.pop(name)
+    return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    command: str | None = option("What the file is for: transport, compare or merge.")
+    out: str | None = option("YAML file to write; COMMAND.yml by default.")
+    into: str | None = option("Folder that the command itself will write.")
+    overwrite: bool = option("Replace the file.", False)
+    dry_run: bool = option("Print the file instead of writing it.", False)
+
+
+InitConfig = make_dataclass("InitConfig", _union(), bases=(InitOptions,), frozen=True, kw_only=True)

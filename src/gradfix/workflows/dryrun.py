@@ -1,0 +1,59 @@
+"""`--dry-run` of the commands whose work cannot be undone by reading: the same checks, one sentence, no file.
+
+transport, finetune, merge, push and init have theirs in their own workflow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.workflows.configs import CompareConfig, ReportConfig, SelectConfig, VoteConfig
+from gradfix.workflows.setting import draw, make_task, read_data, setting
+
+
+def plan_vote(config: VoteConfig) -> str:
+    """Data, task, few-shot set and target are checked; no model is loaded."""
+    shots = draw(setting(config), config, base=config.base)
+    target = open_checkpoint(config.target)
+    return f"would ask {target} about {len(shots.fewshot)} examples and write the votes to {config.out}"
+
+
+def plan_select(config: SelectConfig) -> str:
+    start = setting(config)
+    shots = draw(start, config, base=config.base)
+    return f"would write {len(shots.indices)} examples chosen by {config.select} to {config.out}"
+
+
+def plan_compare(config: CompareConfig) -> str:
+    """Everything a comparison could stumble over before its first model is loaded."""
+    import gradfix.comparison  # noqa: F401  fills the registry of methods
+    from gradfix.data import few_shot
+    from gradfix.methods import METHODS
+    from gradfix.preflight import plan_transport
+
+    dataset = read_data(config.data, config)
+    make_task(config, dataset)
+    methods = config.methods or tuple(METHODS)
+    for name in methods:
+        METHODS[name]
+    base, target = open_checkpoint(config.base), open_checkpoint(config.target)
+    plan_transport(base, open_checkpoint(config.tuned, base=base), target, head="skip")
+    pool = dataset.pick("train")
+    few_shot(pool, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
+    if config.track:
+        from gradfix.tracking import parse
+
+        parse(config.track)
+    budgets = " and ".join(map(str, config.shots))
+    return (
+        f"would compare {len(methods)} methods with {budgets} examples per class under "
+        f"{len(config.seeds)} seeds, {config.base} to {config.target}"
+    )
+
+
+def plan_report(config: ReportConfig) -> str:
+    from gradfix.results import Results
+
+    results = Results.load(config.results)
+    out = config.out or Path(config.results).with_suffix(".html")
+    return f"would write {out} from {len(results.rows)} rows"
