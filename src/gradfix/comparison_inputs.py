@@ -77,7 +77,7 @@ class Inputs:
             "data": _hashes({**parts, "unlabelled": self.unlabelled or []}),
             "labels": {str(name): str(prompt) for name, prompt in self.dataset.labels.items()},
             "task": type(self.bound).__name__,
-            "task_options": {name: str(value) for name, value in sorted(task_options.items())},
+            "task_options": {name: str(value) for name, value in sorted(_settings(self.task, task_options))},
             "regime": "few_shot" if self.validation is None else "validation",
             "search": asdict(search),
             "finetune": str(finetune),
@@ -201,6 +201,11 @@ def _unlabelled(source: Any) -> Sequence[Example] | None:
     if source is None or (isinstance(source, Sequence) and not isinstance(source, str)):
         return source
     return (source if isinstance(source, Dataset) else load_data(source)).pick("unlabelled", "train")
+
+
+def _settings(task: Task | None, options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Everything a task was made with (pooling, lengths, prompts): units made with another are not read."""
+    return list({**(vars(task) if task is not None else {}), **options}.items())
 
 
 def _task(task: str | Task | None, dataset: Dataset, options: Mapping[str, Any]) -> Task | None:

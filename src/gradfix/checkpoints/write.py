@@ -45,11 +45,11 @@ def staged_folder(
     With a `key`, an interrupted (not failed) run leaves the staging folder, and the next run with the same
     key gets it back to go on from."""
     out = Path(os.path.abspath(out))
-    _refuse_occupied(out, overwrite)
+    refuse_occupied(out, overwrite)
     make_parent(out)
     with locked(out):
         _finish_swap(out)
-        _refuse_occupied(out, overwrite)
+        refuse_occupied(out, overwrite)
         staging = _staging_path(out, key)
         _remove_stale(out, keep=staging)
         _check_space(out.parent, need_bytes)
@@ -87,7 +87,8 @@ def reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _refuse_occupied(out: Path, overwrite: bool) -> None:
+def refuse_occupied(out: Path, overwrite: bool) -> None:
+    """Also asked at the start of a long run, so that it is not refused at its end."""
     if out.is_file():
         raise OutputError(f"{out} is a file; give a folder as --out.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
@@ -380,6 +381,7 @@ __all__ = [
     "locked",
     "read_manifest",
     "refuse_inside",
+    "refuse_occupied",
     "save_tensors",
     "staged_folder",
     "torch_dtype",

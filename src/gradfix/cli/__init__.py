@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 
 INTERRUPTED = 130
@@ -71,8 +72,16 @@ def _dispatch(argv: list[str]) -> int:
     return int(build()(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
 
 
+def _as_note(message: Warning | str, *_: object) -> None:
+    """A warning is one line for the user, without the source line that raised it."""
+    from gradfix.cli.console import say_notes
+
+    say_notes([" ".join(str(message).split())], quiet=False)
+
+
 def _quieten() -> None:
     """Other libraries' bars and warnings would bury our own lines; spinning threads would starve each other."""
+    warnings.showwarning = _as_note
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

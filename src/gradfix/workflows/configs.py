@@ -177,6 +177,7 @@ class CompareConfig(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
+    unpack: str | None = option("Only write the embedded models and data into this folder, to play with.")
     report: str | None = option("HTML page to write.", "gradfix-demo.html")
     shots: int = option("Labelled examples per class.", 5)
     seeds: tuple[int, ...] = option("Seeds.", (0, 1, 2))

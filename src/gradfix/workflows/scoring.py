@@ -13,9 +13,11 @@ from gradfix.checkpoints.write import refuse_inside, write_text
 from gradfix.data import few_shot
 from gradfix.scoring import evaluate
 from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
+from gradfix.workflows.memory import halving_batches, in_dict
 from gradfix.workflows.setting import draw, setting
 
 
+@halving_batches(in_dict)
 def run_evaluate(config: EvaluateConfig, stage: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     start = setting(config)
     rows = start.dataset.pick(config.split)
@@ -61,6 +63,7 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     return result
 
 
+@halving_batches(in_dict)
 def run_select(config: SelectConfig) -> dict[str, Any]:
     """Choose the few-shot examples; the ids are row numbers of the train split."""
     start = setting(config)

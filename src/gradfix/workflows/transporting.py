@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradfix.checkpoints.folder import target_fingerprint
+from gradfix.checkpoints.folder import device_name, target_fingerprint
 from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
 from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.vocabulary import match_vocabulary
-from gradfix.checkpoints.write import refuse_inside
+from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
+from gradfix.descent import check_descent
 from gradfix.diagnostics import mean_loss
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.masks import MASKS
@@ -30,6 +33,7 @@ from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
 from gradfix.workflows.configs import TransportConfig, given
+from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, read_data, setting
 from gradfix.workflows.voting import on_disk
@@ -74,6 +78,7 @@ class TransportResult:
 Stage = Callable[[str], None]
 
 
+@halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, vote, choose alpha, write, score. Nothing is written before every check has passed."""
     _check_words(config)
@@ -81,6 +86,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     tuned = open_checkpoint(config.tuned, base=base)
     out = Path(config.out)
     refuse_inside(out, [c.path for c in (base, tuned, target) if c.path is not None])
+    refuse_occupied(out, config.overwrite)
     base, tuned = match_prefix(base, target), match_prefix(tuned, target)
     base, tuned, _ = match_vocabulary(base, tuned, target)
     plan_transport(base, tuned, target, head=config.head, strict=config.strict)
@@ -224,6 +230,8 @@ class _Transport:
         before, after = self.checkpoints["base"], self.checkpoints["tuned"]
         shared = [name for name in before.names() if name in after]
         tau = TaskVector.between(_only(before, shared), _only(after, shared))
+        if not self.config.force:
+            check_descent(tau, before, after)
         if self.config.align != "none":
             tau = self._aligned(tau)
         parameters = dict(self.bound.model.named_parameters())
@@ -246,22 +254,37 @@ class _Transport:
             return -collect_gradient(self.bound.model, self.bound.loss, self.fewshot)
         if self.config.votes is not None:
             return self._votes_from_file(self.config.votes)
-        return self._vote(self.fewshot)
+        return self._vote(self.fewshot, None if self.config.dry_run else self._partial())
 
-    def _vote(self, batches: Sequence[Any]) -> SignVotes:
+    def _vote(self, batches: Sequence[Any], checkpoint: Path | None = None) -> SignVotes:
         votes = collect_votes(
             self.bound.model, self.bound.loss, batches,
-            vote=self.config.vote, engine=self.config.engine,  # type: ignore[arg-type]
+            vote=self.config.vote, engine=self.config.engine, checkpoint=checkpoint,  # type: ignore[arg-type]
+            where=[row.where for row in self.shots.fewshot] if checkpoint is not None else None,
         )  # fmt: skip
         self.notes.extend(note for note in votes.notes if note not in self.notes)
         return votes
+
+    def _partial(self) -> Path:
+        """Where an interrupted vote is kept; other settings look elsewhere, so nothing stale is read."""
+        settings = repr((self.config, vars(self.start.task), self.start.dataset.labels))
+        name = hashlib.sha256(settings.encode()).hexdigest()[:12]
+        out = Path(self.config.out)
+        return out.with_name(f".{out.name}.votes-{name}.part")
+
+    def _partials(self) -> list[Path]:
+        """Interrupted votes of earlier settings for the same output."""
+        out = Path(self.config.out)
+        return list(out.parent.glob(f".{glob.escape(out.name)}.votes-*.part"))
 
     def _votes_from_file(self, path: str) -> SignVotes:
         votes = SignVotes.load(path)
         require_target(votes, self.checkpoints["target"])
         if not set(votes) <= set(dict(self.bound.model.named_parameters())):
             tensors = self.names.to_module(votes)
-            votes = SignVotes(tensors, votes.count, rule=votes.rule, target_hash=votes.target_hash)
+            votes = SignVotes(
+                tensors, votes.count, rule=votes.rule, target_hash=votes.target_hash, origin=votes.origin
+            )
         return votes
 
     def _finish(self, update: TaskVector, votes: SignVotes | None, choice: Choice) -> TransportResult:
@@ -288,6 +311,8 @@ class _Transport:
         report = None
         if not self.config.dry_run:
             report = self._timed("writing", lambda: self._write(update, votes, choice, measured, adapter))
+            for stale in {self._partial(), *self._partials()}:
+                discard(stale)
             self.notes.extend(report.notes)
         result = TransportResult(
             Path(self.config.out), choice.alpha, choice.margin, choice.regime, report, choice.curve,
@@ -311,7 +336,12 @@ class _Transport:
         adapter: LoraResult | None,
     ) -> StreamReport:
         config = self.config
-        details = {"command": given(config), "measured": measured, "notes": self.notes}
+        details = {
+            "command": given(config),
+            "computed": self._computed(),
+            "measured": measured,
+            "notes": self.notes,
+        }
         common: dict[str, Any] = {
             "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
             "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self._extras(details),
@@ -332,6 +362,14 @@ class _Transport:
             alpha=choice.alpha, margin=choice.margin, seed=config.seed, head=config.head, strict=config.strict,
             **common,
         )  # fmt: skip
+
+    def _computed(self) -> dict[str, Any]:
+        """What changes bits besides inputs, seed, versions and threads."""
+        config = self.config
+        return {
+            "batch_size": config.batch_size, "dtype": config.dtype, "engine": config.engine,
+            "device": device_name(next(self.bound.model.parameters()).device),
+        }  # fmt: skip
 
     def _write_lora(self, adapter: LoraResult, choice: Choice, details: dict[str, Any]) -> StreamReport:
         measured, config = details["measured"], self.config

@@ -19,6 +19,7 @@ from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import VoteConfig
 from gradfix.workflows.guard import guard_outputs
+from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.setting import draw, setting
 
 Step = Callable[[int], None]
@@ -31,6 +32,15 @@ class VoteResult:
     notes: tuple[str, ...]
 
 
+def _forget(config: VoteConfig) -> None:
+    discard(_partial(Path(config.out)))
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(f".{out.name}.part")
+
+
+@halving_batches(in_notes, _forget)
 def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     """Draw the few-shot set, ask the target's gradients, write the votes tied to the target's hash."""
     if config.processes > 1 or launched():
@@ -41,7 +51,7 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     start = setting(config)
     shots = draw(start, config, base=config.base)
     out = Path(config.out)
-    resume = out.with_name(f".{out.name}.part") if config.resume else None
+    resume = _partial(out) if config.resume else None
     make_parent(out)
     with locked(out):
         bound = start.open(config.target)
@@ -101,5 +111,5 @@ def on_disk(
         target_hash=target_fingerprint(checkpoint),
         probe={},
         notes=votes.notes,
-        origin=origin,
+        origin=votes.origin if origin is None else origin,
     )
