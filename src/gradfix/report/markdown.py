@@ -8,7 +8,7 @@ from typing import Any
 from gradfix.report.sections import baseline_wins, flops, headline, reasons, seconds
 from gradfix.results import Results, number_text, share_text
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~&-])")
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&])")
 
 
 def safe(value: Any) -> str:
