@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -91,7 +92,9 @@ class Lab:
         if known is not None:
             return known
         start = time.perf_counter()
-        found = MEASURES[question.measure](self, **dict(question.arguments))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*tensors abstained")
+            found = MEASURES[question.measure](self, **dict(question.arguments))
         found = {**found, "took": round(time.perf_counter() - start, 3)}
         content = {"question": [question.measure, dict(question.arguments)], "answer": found}
         write_text(self._path(question), json.dumps(content, allow_nan=False) + "\n")
@@ -200,4 +203,10 @@ def _start(suite: Suite, store: Path) -> None:
 
 
 def _work(questions: Sequence[Question]) -> list[Answer]:
-    return [_LAB[0].answer(question) for question in questions]
+    return [_LAB[0].answer(question) for question in questions if _wanted()]
+
+
+def _wanted() -> bool:
+    """A killed parent leaves its workers behind; they stop at the next question."""
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()

@@ -108,7 +108,6 @@ class PocketSuite(Suite):
         def aligned(how: str) -> TaskVector:
             return align(pocket.model(given.base), bound.model, method=how).apply(tau)
 
-
         arena = Arena(
             bound=bound,
             tau=tau,

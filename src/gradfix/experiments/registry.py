@@ -54,6 +54,7 @@ class Line:
     shots: int | None
     values: Mapping[str, Sequence[float | None]]
     paper: Mapping[str, float]
+    method: str = ""
 
     @property
     def per_task(self) -> dict[str, float | None]:
@@ -71,7 +72,8 @@ class Line:
 
 def fixed_line(book: Book, pair: str, method: str) -> Line:
     values = {task: [_accuracy(book.fixed(pair, task, method))] for task in book.suite.tasks(pair)}
-    return Line(pair, title(method), None, values, paper.accuracies(book.suite.paper_model(pair), method))
+    known = paper.accuracies(book.suite.paper_model(pair), method)
+    return Line(pair, title(method), None, values, known, method)
 
 
 def seeded_line(book: Book, pair: str, method: str, shots: int) -> Line:
@@ -79,9 +81,8 @@ def seeded_line(book: Book, pair: str, method: str, shots: int) -> Line:
         task: [_accuracy(answer) for answer in book.seeded(pair, task, method, shots)]
         for task in book.suite.tasks(pair)
     }
-    return Line(
-        pair, title(method), shots, values, paper.accuracies(book.suite.paper_model(pair), method, shots)
-    )
+    known = paper.accuracies(book.suite.paper_model(pair), method, shots)
+    return Line(pair, title(method), shots, values, known, method)
 
 
 def _accuracy(answer: Answer) -> float | None:

@@ -37,12 +37,14 @@ class Reproduction:
     quick: bool
     content: Mapping[str, Mapping[str, Any]]
     versions: Mapping[str, Any]
+    seconds: float = 0.0
     files: Sequence[str] = field(default=())
 
     def as_json(self) -> dict[str, Any]:
         return {
             "suite": self.suite,
             "quick": self.quick,
+            "measured_seconds": round(self.seconds, 1),
             "tables": {name: dict(table) for name, table in self.content.items()},
             **self.versions,
         }
@@ -82,7 +84,8 @@ class Job:
             stage("laying out the tables")
             content = {name: _table(name, self.suite, answers) for name in self.names}
             files = [str(path) for path in _write(content, self.out)] if self.out is not None else []
-        made = Reproduction(self.suite.name, self.quick, content, versions(), files)
+        seconds = sum(answer.get("took", 0.0) for answer in answers.values())
+        made = Reproduction(self.suite.name, self.quick, content, versions(), seconds, files)
         if self.out is not None:
             write_text(self.out / RESULTS, json.dumps(made.as_json(), indent=1) + "\n")
         return made

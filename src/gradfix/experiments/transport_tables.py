@@ -121,8 +121,7 @@ def seeds(book: Book) -> Table:
     index = header.index("paper mean")
     header.insert(index + 1, "paper std")
     for row, line in zip(rows, lines, strict=True):
-        method = "one_step" if "step" in line.name else "gradfix"
-        row.append(paper.deviation(book.suite.paper_model(line.pair), method, line.shots or 0))
+        row.append(paper.deviation(book.suite.paper_model(line.pair), line.method, line.shots or 0))
     title = "Spread over seeds, all budgets"
     return Table(
         title, header, rows, {"label": paper.LABELS["seeds"], "seeds": list(book.grid.seeds)}, claims

@@ -1,0 +1,82 @@
+"""A suite of seconds: small perceptrons over number strings, two tasks, two sources, a support set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from arenas import NumbersBound, network, rows, trained
+from gradfix.arena import Arena
+from gradfix.errors import IncompatibleCheckpoints
+from gradfix.experiments.suite import Estimate, Grid, Scene, Side, Suite
+from gradfix.searching import Search
+from gradfix.taskvector import TaskVector
+
+GRID = Grid(
+    budgets=(1, 3),
+    main=(1, 3),
+    selection=(1, 3),
+    curve=3,
+    seeds=(0, 1),
+    search=Search(alphas=(0.5, 1.0), wider=(), rates=(1e-2,), steps=(2,)),
+)
+SHIFTS = {"near": 0.6, "far": 0.8}
+
+
+class Miniature(Suite):
+    name, domain, grid = "miniature", "vision", GRID
+    pairs = ("only",)  # type: ignore[assignment]
+    opened = 0
+
+    def __init__(self) -> None:
+        self.base = trained(network(1), rows(90, 1, 0.0), 20, 0.01)
+        self.target = trained(network(2), rows(90, 2, 0.0), 20, 0.01)
+        self.tuned = {
+            (name, task): trained(model, rows(90, 4, shift), 20, 0.01)
+            for name, model in (("base", self.base), ("target", self.target))
+            for task, shift in SHIFTS.items()
+        }
+
+    def tasks(self, pair: str) -> tuple[str, ...]:
+        return tuple(SHIFTS)
+
+    def paper_model(self, pair: str) -> str:
+        return "ViT-B-16"
+
+    def open(self, pair: str, task: str) -> Scene:
+        self.opened += 1
+        shift = SHIFTS[task]
+        bound = NumbersBound(self.target)
+
+        def aligned(how: str) -> TaskVector:
+            raise IncompatibleCheckpoints("a perceptron has no permutation spec.")
+
+        arena = Arena(
+            bound=bound,
+            tau=TaskVector.between(self.base, self.tuned["base", task]),
+            train=rows(60, 4, shift),
+            validation=rows(30, 5, shift),
+            test=rows(30, 6, shift),
+            search=self.grid.search,
+            aligned=aligned,
+            tuned_target=lambda: TaskVector.between(self.target, self.tuned["target", task]),
+        )
+        size = sum(p.numel() for p in self.target.parameters())
+        return Scene(arena, lambda: NumbersBound(self.base), 60, 3, size, 1.0)
+
+    def support(self, pair: str, side: str) -> Side:
+        return Side(NumbersBound(self.base if side == "base" else self.target), rows(30, 7, 0.0))
+
+    def source_tasks(self) -> tuple[str, ...]:
+        return ("near",)
+
+    def sources(self, task: str) -> list[TaskVector]:
+        models = {"base": self.base, "target": self.target}
+        return [TaskVector.between(model, self.tuned[name, task]) for name, model in models.items()]
+
+    def identity(self) -> dict[str, Any]:
+        return {"suite": self.name, "search": asdict(self.grid.search)}
+
+    def estimate(self, questions: Sequence[Any]) -> Estimate:
+        return Estimate(0.0, 0.0, 0, f"{len(questions)} measurements.")
