@@ -6,6 +6,7 @@ gives the same JSON, timings included."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -225,25 +226,25 @@ class _Run:
             slope = outcome.alpha * update.subset(shared).dot(gradient.subset(shared))
         return {
             "accuracy": score.accuracy,
-            "test_loss": score.loss,
+            "test_loss": _finite(score.loss),
             "alpha": outcome.alpha,
             "margin": outcome.margin,
             "validation_accuracy": outcome.score.accuracy if outcome.score else None,
             "validation_score": outcome.score.value if outcome.score else None,
             "loss_before": before,
             "loss_after": after,
-            "slope": slope,
+            "slope": _finite(slope),
             "kept": parts.pop("kept_share", None),
             "notes": list(outcome.notes),
             "parts": parts,
             "answers": answers,
         }
 
-    def _loss_before(self, shots: int, seed: int) -> float:
-        return self.arena.untouched(self.arena.few_shot_set(shots, seed)).loss
+    def _loss_before(self, shots: int, seed: int) -> float | None:
+        return _finite(self.arena.untouched(self.arena.few_shot_set(shots, seed)).loss)
 
-    def _loss(self, shots: int, seed: int) -> float:
-        return self.arena.score(self.arena.few_shot_set(shots, seed)).loss
+    def _loss(self, shots: int, seed: int) -> float | None:
+        return _finite(self.arena.score(self.arena.few_shot_set(shots, seed)).loss)
 
     def row(self, unit: Unit, shots: int, seed: int, pair: str | None) -> dict[str, Any]:
         """The public row of a unit."""
@@ -321,3 +322,8 @@ class _Run:
         before, after = group["zero_shot"]["answers"], group[name]["answers"]
         found = changed_examples(self.inputs.test, self.arena.bound.labels, before, after)
         return [{"pair": pair, "method": name, "shots": shots, "seed": seed, **found}]
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN: a loss that overflowed is reported as unknown."""
+    return value if value is not None and math.isfinite(value) else None
