@@ -1,0 +1,229 @@
+"""Several processes that do one job: started here or by torchrun, joined in one group, failing as one.
+
+An error of any process becomes one error of the whole job, with its own exit code: the others are ended,
+nobody waits for a message that will not come."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from gradfix import errors
+from gradfix.errors import GradfixError
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STARTED_HERE = "GRADFIX_GROUP_FILE"
+GRACE_SECONDS = 5.0
+
+Step = Callable[[int], None]
+
+
+class LostProcess(GradfixError, RuntimeError):
+    """A process of the group ended without a word, usually because memory ran out."""
+
+    exit_code = 8
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's place among those that share the job."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def device(self, asked: str | None) -> str:
+        """One device per process: the local rank picks the card where the user named only its kind."""
+        import torch
+
+        if asked not in (None, "cuda"):
+            return str(asked)
+        return f"cuda:{self.local_rank}" if torch.cuda.is_available() else asked or "cpu"
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in the order of the ranks, on every process."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+
+def launched() -> bool:
+    """Did torchrun (or a scheduler that speaks its variables) start this process as one of several?"""
+    return STARTED_HERE not in os.environ and all(name in os.environ for name in ENVIRONMENT)
+
+
+def leads() -> bool:
+    """False in the processes that work for rank 0 and have nothing to say."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Group]:
+    """Join the group this process was started for; gloo on processors, NCCL between cards."""
+    import torch
+    import torch.distributed as dist
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    elif "OMP_NUM_THREADS" not in os.environ or STARTED_HERE in os.environ:
+        torch.set_num_threads(1)
+    file = os.environ.get(STARTED_HERE)
+    dist.init_process_group(
+        backend, init_method=f"file://{file}" if file else "env://", rank=rank, world_size=size
+    )
+    try:
+        yield Group(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def together(group: Group) -> Iterator[None]:
+    """A step that succeeds on all processes or fails on all, before any of them waits for another.
+
+    Rank 0 raises the first error there was; the others leave quietly with its exit code."""
+    found: BaseException | None = None
+    try:
+        yield
+    except Exception as error:
+        found = error
+    told = [text for text in group.gather(_told(found)) if text is not None]
+    if not told:
+        return
+    if not group.leads:
+        raise SystemExit(_rebuilt(*told[0]).exit_code) from found
+    if found is not None:
+        raise found
+    raise _rebuilt(*told[0])
+
+
+def in_processes(work: Callable[[Any], Any], argument: Any, count: int, progress: Step | None = None) -> Any:
+    """Run `work(argument)` in `count` processes of one group and return what rank 0 returned.
+
+    `work` must be importable by name. It joins the group itself with `joined()` and may call `report`."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="gradfix-group-") as folder:
+        pipes: dict[Connection, int] = {}
+        processes = []
+        with _environment(Path(folder) / "group", count) as set_rank:
+            for rank in range(count):
+                here, there = context.Pipe(duplex=False)
+                set_rank(rank)
+                process = context.Process(target=_child, args=(work, argument, there), daemon=True)
+                process.start()
+                there.close()
+                pipes[here] = rank
+                processes.append(process)
+        try:
+            return _listen(pipes, processes, progress)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+            for process in processes:
+                process.join(GRACE_SECONDS)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+_parents: list[Connection] = []
+
+
+def report(amount: int) -> None:
+    """Tell the process that started the group how far this one got."""
+    for parent in _parents:
+        parent.send(("progress", amount))
+
+
+def _child(work: Callable[[Any], Any], argument: Any, pipe: Connection) -> None:
+    _parents.append(pipe)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all at once; the parent decides
+    try:
+        result = work(argument)
+        pipe.send(("done", result if os.environ["RANK"] == "0" else None))
+    except SystemExit:
+        pipe.send(("left", None))
+    except BaseException as error:
+        if os.environ.get("GRADFIX_DEBUG"):
+            traceback.print_exc(file=sys.stderr)
+        pipe.send(("error", _told(error)))
+
+
+def _listen(pipes: dict[Connection, int], processes: list[Any], progress: Step | None) -> Any:
+    """Until all are done; the first error ends the job."""
+    result = None
+    open_pipes = dict(pipes)
+    while open_pipes:
+        for pipe in wait(list(open_pipes)):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            try:
+                kind, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(GRACE_SECONDS)
+                code = processes[rank].exitcode
+                raise LostProcess(
+                    f"process {rank} of {len(pipes)} ended without a word (exit {code}; -9 is usually memory). "
+                    "Fewer --processes or a smaller --batch-size need less."
+                ) from None
+            if kind == "error":
+                raise _rebuilt(*value)
+            if kind == "progress" and progress is not None:
+                progress(value)
+            if kind in ("done", "left"):
+                result = value if rank == 0 else result
+                del open_pipes[pipe]
+    return result
+
+
+def _told(error: BaseException | None) -> tuple[str, str] | None:
+    return None if error is None else (type(error).__name__, " ".join(str(error).split()))
+
+
+def _rebuilt(name: str, text: str) -> GradfixError:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, GradfixError):
+        return kind(text)
+    if name in ("MemoryError", "OutOfMemoryError"):
+        return LostProcess(f"out of memory: {text} A smaller --batch-size or --dtype bf16 needs less.")
+    return GradfixError(f"internal error in one of the processes: {name}: {text}")
+
+
+@contextlib.contextmanager
+def _environment(file: Path, count: int) -> Iterator[Callable[[int], None]]:
+    """What a started process inherits: its place, and one thread (more would fight over the same cores)."""
+    changed = (STARTED_HERE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ |= {STARTED_HERE: str(file), "WORLD_SIZE": str(count), "OMP_WAIT_POLICY": "PASSIVE"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    def set_rank(rank: int) -> None:
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+
+    try:
+        yield set_rank
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
