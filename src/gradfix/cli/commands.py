@@ -135,8 +135,13 @@ def _select(config: configs.SelectConfig, *, json_out: str | None, quiet: bool) 
 
 
 def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.demo import run_demo
+    from gradfix.workflows.demo import run_demo, unpack
 
+    if config.unpack is not None:
+        folders = [str(folder) for folder in unpack(config.unpack)]
+        write_json({"folders": folders}, json_out)
+        say("wrote " + "\n      ".join(folders), quiet or json_out == "-")
+        return
     with stages(quiet) as stage:
         results = run_demo(config, stage)
     write_text_or_stdout(results.to_json(), json_out)

@@ -36,6 +36,19 @@ def run_demo(config: DemoConfig, stage: Callable[[str], None] = lambda _: None) 
     return results
 
 
+def unpack(folder: str) -> list[Path]:
+    """The embedded models and tasks as ordinary folders; returns them all."""
+    from gradfix import pocket
+    from gradfix.errors import OutputError
+
+    home = Path(folder)
+    if home.exists() and (not home.is_dir() or any(home.iterdir())):
+        raise OutputError(f"{home} is not empty. Choose another folder.")
+    written = pocket.materialise(home)
+    pairs = [path for pair in PAIRS for path in written[pair].values()]
+    return [*pairs, *written["tasks"].values()]
+
+
 Job = tuple[str, dict[str, Path], Path, DemoConfig]
 
 

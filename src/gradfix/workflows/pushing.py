@@ -42,7 +42,7 @@ def run_push(config: PushConfig) -> PushResult:
 
 def _check_name(repo: str) -> None:
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repo)
