@@ -90,7 +90,10 @@ def check(report: dict[str, Any]) -> None:
         ("layer", torch.nn.functional.layer_norm(wide, (768,), None, None, 1e-6)),
     ):
         products, sums = kernels.token_sums(gradient, data, kind, 1e-6)
-        for found, exact in ((products, (gradient.double() * normal).sum(1)), (sums, gradient.double().sum(1))):
+        for found, exact in (
+            (products, (gradient.double() * normal).sum(1)),
+            (sums, gradient.double().sum(1)),
+        ):
             report["checks"].append([kind, float((found - exact).norm() / exact.norm())])
     print("checks", report["checks"], flush=True)
 
@@ -126,7 +129,9 @@ def sweep(report: dict[str, Any], failed: dict[Any, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     jobs = [("16", tiles) for tiles in TILES_16] + [("32", tiles) for tiles in TILES_32]

@@ -1,6 +1,7 @@
 """What a majority vote costs: seconds and peak memory of every way to get it, against one ordinary backward.
 
-    PYTHONPATH=src python -m benchmarks.votes --models vit-b vit-l llama-1b --dtypes bfloat16 --json votes.json
+    PYTHONPATH=src python -m benchmarks.votes --suite --json benchmarks/results/votes_h200.json
+    PYTHONPATH=src python -m benchmarks.votes --models vit-s vit-s-short --samples 16 --threads 2 --json votes_cpu.json
 
 An ordinary backward is one forward and backward of the same batch with all parameter gradients, no optimizer.
 Models have the named shape and random weights. Schemes: `batched` (one pass), `loop` (one sample at a time),
@@ -160,8 +161,9 @@ def measure(scheme: str, case: Case, options: argparse.Namespace) -> dict[str, A
     parts = [take(batch, slice(start, start + step)) for start in range(0, options.samples, step)]
     seconds = []
     peak = held = 0
-    warm_up = 1 if scheme in SLOW else 2
-    for turn in range(warm_up + (min(repeats, 3) if scheme in SLOW else repeats)):
+    slow = scheme in SLOW and device.type == "cuda"
+    warm_up, repeats = (int(scheme == "vmap"), 1) if slow else (2 if device.type == "cuda" else 1, repeats)
+    for turn in range(warm_up + repeats):
         tally = Tally({} if scheme == "ordinary" else dict(model.named_parameters()))
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -229,6 +231,9 @@ def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[st
         "parameters": sum(p.numel() for p in model.parameters()),
         "schemes": {},
     }
+    if device.type == "cuda":
+        row["weight_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
+        row["forward_bytes"] = forward_bytes(model, loss, take(batch, slice(0, row["micro_batch"])))
     for scheme in options.schemes:
         try:
             row["schemes"][scheme] = measure(scheme, (model, loss, batch), options)
@@ -250,6 +255,18 @@ def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[st
     return row
 
 
+def forward_bytes(model: nn.Module, loss: Any, batch: Any) -> int:
+    """Peak memory of a forward pass that keeps its graph: the activations."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    losses = loss(model, batch)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - held
+    del losses
+    return peak
+
+
 def _ratios(schemes: dict[str, Any]) -> dict[str, float]:
     seconds = {name: found["seconds"] for name, found in schemes.items() if "seconds" in found}
     if "batched" not in seconds:
@@ -261,28 +278,77 @@ def _ratios(schemes: dict[str, Any]) -> dict[str, float]:
     return ratios
 
 
+# One process for everything the README states about one large GPU: models, dtypes, schemes, options.
+SUITE: list[tuple[list[str], dict[str, Any]]] = [
+    (["vit-b"], {"repeats": 15, "profile": True}),
+    (["vit-l"], {"repeats": 10, "profile": True}),
+    (["llama-1b"], {"repeats": 5, "micro_batch": 25, "profile": True}),
+    (["vit-b", "vit-l"], {"dtypes": ["float32"], "tf32": True, "schemes": ["ordinary", "batched"]}),
+    (["llama-7b"], {"samples": 32, "micro_batch": 8, "repeats": 3, "schemes": ["ordinary", "batched"]}),
+    (["t5-base"], {"repeats": 5, "schemes": ["ordinary", "batched"]}),
+    (["vit-b"], {"dtypes": ["float32"], "schemes": ["ordinary", "batched"], "repeats": 5}),
+]
+
+
+def run_suite(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    start = time.perf_counter()
+    for models, changes in SUITE:
+        defaults = {"dtypes": ["bfloat16"], "tf32": False, "profile": False, "micro_batch": None}
+        chosen = argparse.Namespace(**{**vars(options), **defaults, **changes})
+        for name in models:
+            if time.perf_counter() - start > options.time_limit:
+                return rows
+            rows.extend(run_rows([name], chosen))
+            write(rows, options)
+    return rows
+
+
+def run_rows(models: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
+    torch.backends.cudnn.allow_tf32 = options.tf32
+    rows = []
+    for name in models:
+        for dtype in options.dtypes:
+            rows.append(bench(name, getattr(torch, dtype), options) | {"tf32": options.tf32})
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return rows
+
+
+def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    report = {"rows": rows, "arguments": {**vars(options), "json": None}, "versions": versions()}
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["vit-s", "vit-s-short", "llama-small"], choices=MODELS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=["vit-s", "vit-s-short", "llama-small"], choices=MODELS
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument(
+        "--schemes", nargs="+", default=[name for name in SCHEMES if name != "opacus"], choices=SCHEMES
+    )
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--micro-batch", type=int, default=None, help="samples at a time, for every scheme")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--suite", action="store_true", help="all measurements for one large GPU")
+    parser.add_argument(
+        "--time-limit", type=float, default=600, help="seconds after which a suite starts no model"
+    )
     parser.add_argument("--tf32", action="store_true", help="let float32 products use the tf32 matrix units")
     parser.add_argument("--profile", action="store_true", help="add the largest kernels of one run")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = options.tf32
-    torch.backends.cudnn.allow_tf32 = options.tf32
     if options.threads:
         torch.set_num_threads(options.threads)
-    rows = [bench(name, getattr(torch, dtype), options) for name in options.models for dtype in options.dtypes]
-    report = {"rows": rows, "arguments": {**vars(options), "json": None}, "versions": versions()}
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write(run_suite(options) if options.suite else run_rows(options.models, options), options)
 
 
 def versions() -> dict[str, str]:
@@ -295,7 +361,10 @@ def versions() -> dict[str, str]:
 
         found |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
     else:
-        found |= {"device": platform.processor() or platform.machine(), "threads": str(torch.get_num_threads())}
+        found |= {
+            "device": platform.processor() or platform.machine(),
+            "threads": str(torch.get_num_threads()),
+        }
     return found
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
 
 from gradfix import ENGINES, collect_votes
 from gradfix.votes.loop import take
+from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
 
 Batch = dict[str, Tensor]
 
@@ -51,7 +51,9 @@ def test_every_weight_of_a_known_family_has_a_rule(family: str) -> None:
 def test_batch_size_changes_nothing(family: str) -> None:
     model, loss, batch = make_case(family)
     whole = votes_of(model, loss, [batch])
-    parts = votes_of(model, loss, [take(batch, slice(0, 2)), take(batch, slice(2, 4)), take(batch, slice(4, 5))])
+    parts = votes_of(
+        model, loss, [take(batch, slice(0, 2)), take(batch, slice(2, 4)), take(batch, slice(4, 5))]
+    )
     assert_equal_votes(whole, parts)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tiny import _BERT, _TOWER, OPEN_CLIP_CONFIG, VOCAB, _llama_shape, _text_tower
 from torch import Tensor, nn
+
+from tiny import _BERT, _TOWER, OPEN_CLIP_CONFIG, VOCAB, _llama_shape, _text_tower
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], dict[str, Tensor]]
 SAMPLES = 5

@@ -40,9 +40,11 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[En
     wrong = disagreements(model, loss, few, trial)
     if wrong:
         name, share = max(wrong.items(), key=lambda item: item[1])
-        return loop, [f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."]
+        return loop, [
+            f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."
+        ]
     note = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
-    return _in_parts(bytes_per_sample, tally), [note]
+    return _in_parts(bytes_per_sample, batch_size(batch), tally), [note]
 
 
 def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
@@ -72,18 +74,21 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
     return wrong
 
 
-def _in_parts(bytes_per_sample: float, tally: Tally) -> Engine:
-    """The batched engine on as many samples at a time as the device has room for."""
+def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
+    """The batched engine, on as many samples at a time as the device has room for."""
     device = next(iter(tally.parameters.values())).device
     if device.type != "cuda" or bytes_per_sample <= 0:
         return batched
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    room = max(
+        CHECKED_SAMPLES, int(MEMORY_SHARE * (free - torch.cuda.memory_allocated(device)) / bytes_per_sample)
+    )
+    if room >= samples:
+        return batched
 
     def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        free -= torch.cuda.memory_allocated(device)
-        size = max(CHECKED_SAMPLES, int(MEMORY_SHARE * free / bytes_per_sample))
-        for start in range(0, batch_size(batch), size):
-            batched(model, loss, take(batch, slice(start, start + size)), tally)
+        for start in range(0, batch_size(batch), room):
+            batched(model, loss, take(batch, slice(start, start + room)), tally)
 
     return engine
 

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from gradfix.errors import DataError, UnsafeResult
+from gradfix.votes.graph import picked_rows, reach
 from gradfix.votes.layout import probes
-from gradfix.votes.loop import Batch, Loss, batch_size, fold_each, samples, take
+from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, fold_each, samples, take
 from gradfix.votes.plan import Plan, PlanMismatch, leave_out, resolve
 from gradfix.votes.tally import Tally
-from gradfix.votes.trace import Probe, Votes, picked_rows, reach
+from gradfix.votes.trace import Votes
+from gradfix.votes.watch import Probe
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
@@ -28,16 +30,24 @@ _PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
 def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
-    """Fold one micro-batch in one forward and one backward."""
+    """Fold one micro-batch in one forward and one backward.
+
+    A loss that is not finite raises `NotFinite` before anything is folded; a single sample is not checked."""
     count = batch_size(batch)
     tally.reserve(count)
-    votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
+    try:
+        votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
+    except NotFinite:
+        tally.count -= count
+        raise
     if votes is None or losses is None:
         fold_each(model, loss, batch, tally)
         return
     votes.backward(losses)
     if votes.plan.light and reach(losses, tally.parameters, votes.anchor).others:
-        raise UnsafeResult('a batch used weights in a way earlier ones did not; vote again with engine="loop".')
+        raise UnsafeResult(
+            'a batch used weights in a way earlier ones did not; vote again with engine="loop".'
+        )
     _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
 
 
@@ -79,6 +89,8 @@ def _trace(
         losses = loss(model, batch)
     if votes.position != len(plan.steps):
         raise PlanMismatch("fewer operations than planned")
+    if not bool(torch.isfinite(losses).all()):
+        raise NotFinite
     return votes, losses
 
 
@@ -93,6 +105,8 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
         raise DataError(
             f"loss(model, batch) must return one loss per sample, shape ({count},); got {tuple(losses.shape)}."
         )
+    if not bool(torch.isfinite(losses).all()):
+        raise NotFinite
     for sample in probes(count):
         probe.sample = sample
         only = torch.zeros_like(losses)

@@ -151,12 +151,14 @@ def densify(form: Form) -> Dense:
 def combine(parts: Sequence[tuple[Form, Callable[[Tensor], Tensor]]], shape: torch.Size) -> Form:
     """One form for several uses that cover the same entries, the cheap way where there is one."""
     forms = [form for form, _ in parts]
-    if all(isinstance(form, Product) for form in forms) and forms[0].shape == shape:
+    if any(form.shape != shape for form in forms):
+        return Sum(parts, shape)
+    if all(isinstance(form, Product) for form in forms):
         lefts, rights = [form.left for form in forms], [form.right for form in forms]  # type: ignore[attr-defined]
         return Product(torch.cat(lefts, 1), torch.cat(rights, 1))
     if all(isinstance(form, Rows) for form in forms):
         index = torch.cat([form.index for form in forms], 1)  # type: ignore[attr-defined]
         return Rows(index, torch.cat([form.values for form in forms], 1), shape[0])  # type: ignore[attr-defined]
     if all(isinstance(form, Dense) for form in forms):
-        return Dense(sum(form.values for form in forms))  # type: ignore[attr-defined, misc]
+        return Dense(torch.stack([form.values for form in forms]).sum(0))  # type: ignore[attr-defined]
     return Sum(parts, shape)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """CUDA kernels that count signs while the gradient is still in registers.
 
 One program owns a tile of a weight and walks a group of samples: it builds the tile of one sample's gradient on the
@@ -27,7 +28,9 @@ WIDEST = 16384  # features one program of token_sums can hold
 CHUNK_BYTES = 24 * 2**20  # a chunk of per-sample gradients stays in the second-level cache
 
 
-Tiles = tuple[int, int, int, int, int, int]  # rows, columns, tokens a step, warps, stages, programs a processor
+Tiles = tuple[
+    int, int, int, int, int, int
+]  # rows, columns, tokens a step, warps, stages, programs a processor
 TILES_16: Tiles = (128, 256, 32, 8, 5, 1)
 SMALL_TILES_16: Tiles = (128, 128, 32, 4, 5, 2)
 TILES_TF32: Tiles = (128, 256, 32, 8, 3, 1)
@@ -106,7 +109,7 @@ def token_sums(gradient: Tensor, data: Tensor, kind: str, eps: float) -> tuple[T
     samples, tokens, width = gradient.shape
     block = 1 << (width - 1).bit_length()
     rows = max(1, min(16, 4096 // block))
-    parts = max(1, min(_ceil(tokens, rows), _ceil(1056, samples)))
+    parts = 1 if samples >= 64 else min(_ceil(tokens, rows), _ceil(528, samples))
     share = _ceil(_ceil(tokens, rows), parts) * rows
     out = torch.empty(2, samples, parts, width, dtype=torch.float32, device=gradient.device)
     strides = (*gradient.stride()[:2], *data.stride()[:2])
@@ -123,7 +126,9 @@ def fold_tiles(left: Tensor, right: Tensor, votes: Tensor, tiles: Tiles) -> None
     counts = torch.empty(work.counts, dtype=torch.int8, device=left.device)
     operands = (_Operand(left, work.blocks[0]), _Operand(right, work.blocks[1]), counts)
     constants = (*work.constants, left.is_cuda)
-    _launch(_count_signs, work.grid, operands, work.numbers, constants, num_warps=tiles[3], num_stages=tiles[4])
+    _launch(
+        _count_signs, work.grid, operands, work.numbers, constants, num_warps=tiles[3], num_stages=tiles[4]
+    )
     _, rows, columns = work.counts
     grid = (_ceil(rows, 32), _ceil(columns, 128), 1)
     numbers = (*work.counts, *votes.stride())
@@ -140,7 +145,9 @@ class _Work:
 
 
 @functools.cache
-def _tile_work(left: torch.Size, right: torch.Size, tokens_last: bool, tiles: Tiles, processors: int) -> _Work:
+def _tile_work(
+    left: torch.Size, right: torch.Size, tokens_last: bool, tiles: Tiles, processors: int
+) -> _Work:
     """How a product of these shapes is cut up; the same for every batch, so it is worked out once."""
     block_m, block_n, block_k, _, _, per_processor = tiles
     samples, features = left[0], 1 if tokens_last else 2
@@ -180,7 +187,12 @@ _COMPILED: dict[Any, Any] = {}
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Any], numbers: Any, constants: Any, **options: int
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Any],
+    numbers: Any,
+    constants: Any,
+    **options: int,
 ) -> None:
     """Launch, and remember the compiled kernel: choosing it again costs Triton more than the launch itself."""
     kinds = tuple([(t.dtype, t.data_ptr() % 16) for t in tensors])
@@ -193,7 +205,16 @@ def _launch(
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     compiled.run(
-        *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *numbers, *constants
+        *grid,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *tensors,
+        *numbers,
+        *constants,
     )
 
 
@@ -234,7 +255,7 @@ def _tokens_last(tensor: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _half_sign(x, SATURATE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def _half_sign(x, SATURATE: tl.constexpr):
         """0, 0.5 or 1 for a negative, zero or positive number: one saturating multiply-add."""
         if SATURATE:
             result = tl.inline_asm_elementwise(
@@ -246,7 +267,7 @@ if triton is not None:
         return result
 
     @triton.jit
-    def _count_signs(  # type: ignore[no-untyped-def]
+    def _count_signs(
         left, right, counts, samples, share, rows, columns, steps,
         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOKENS_LAST: tl.constexpr,
         SATURATE: tl.constexpr,
@@ -284,7 +305,7 @@ if triton is not None:
         tl.store(place, both, mask=(m[:, None] < rows) & (n[None, :] < columns))
 
     @triton.jit
-    def _subtract_counts(  # type: ignore[no-untyped-def]
+    def _subtract_counts(
         counts, votes, groups, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     ):
         """votes -= sum over groups of counts."""
@@ -301,8 +322,16 @@ if triton is not None:
         tl.store(target, kept - total.to(kept.dtype), mask=inside)
 
     @triton.jit
-    def _subtract_signs(  # type: ignore[no-untyped-def]
-        gradients, votes, samples, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    def _subtract_signs(
+        gradients,
+        votes,
+        samples,
+        rows,
+        columns,
+        stride_m,
+        stride_n,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
     ):
         """votes -= sum_n sign(gradients_n)."""
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -319,7 +348,7 @@ if triton is not None:
         tl.store(target, kept - total.to(kept.dtype), mask=inside)
 
     @triton.jit
-    def _token_sums(  # type: ignore[no-untyped-def]
+    def _token_sums(
         gradient, data, out, tokens, width, share, plane, eps, stride_gs, stride_gt, stride_ds, stride_dt,
         KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -347,7 +376,7 @@ if triton is not None:
         tl.store(place + plane, tl.sum(sums, 0), mask=mask)
 
     @triton.jit
-    def _transpose(  # type: ignore[no-untyped-def]
+    def _transpose(
         source, target, tokens, padded, width, stride_s, stride_t, stride_w, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr
     ):  # fmt: skip
         """(samples, tokens, features) to (samples, features, tokens), tokens padded with zeros."""

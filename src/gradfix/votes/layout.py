@@ -43,7 +43,9 @@ class Layout:
 def candidates(shape: Sequence[int], samples: int) -> list[Layout]:
     """Every layout the shape allows, the most usual first."""
     exact = [Layout(dim, 1) for dim, size in enumerate(shape) if size == samples]
-    flat = [(dim, size // samples) for dim, size in enumerate(shape) if size > samples and size % samples == 0]
+    flat = [
+        (dim, size // samples) for dim, size in enumerate(shape) if size > samples and size % samples == 0
+    ]
     return exact + [Layout(dim, rows, mixed) for dim, rows in flat for mixed in (False, True)]
 
 

@@ -21,6 +21,10 @@ Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
+class NotFinite(Exception):
+    """An engine found a loss that is NaN or infinite; nothing of the batch has been counted."""
+
+
 def batch_size(batch: Batch) -> int:
     sizes = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:

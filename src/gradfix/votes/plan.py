@@ -96,15 +96,15 @@ def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:
         steps = [replace(s, role="pass") if s in shared else s for s in steps]
 
 
-def _voting_step(
-    operation: Operation, live: set[int], roots: frozenset[str], samples: int
-) -> Step | None:
+def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], samples: int) -> Step | None:
     function, output = operation.key[0], operation.output
     if output is None:
         return None
     for rule in (rule_for(function), LOCAL if operation.on_samples else REPEAT):
-        call = rule and read_call(rule, function, operation.args, operation.kwargs, lambda t: id(t) in live)
-        if rule is None or call is None or not call.weights:
+        if rule is None:
+            continue
+        call = read_call(rule, function, operation.args, operation.kwargs, lambda t: id(t) in live)
+        if call is None or not call.weights:
             continue
         allowed = [c for c in candidates(output.shape, samples) if rule.allows(call, c, output.shape)]
         layout = explain(allowed, output.shape, samples, operation.seen)

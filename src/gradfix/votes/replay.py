@@ -16,7 +16,7 @@ from gradfix.votes.forms import Dense, Form, OneByOne
 from gradfix.votes.layout import Layout
 from gradfix.votes.rules import Call, IsWeight, Rule, Samples, fused_sums, register
 
-_IN_PLACE = {
+_IN_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.add_: torch.add,
     Tensor.__iadd__: torch.add,
     Tensor.sub_: torch.sub,
@@ -49,7 +49,9 @@ class _Replayed(Rule):
         return Call(weights, inputs, {"rest": rest, "tree": tree})
 
 
-def run(call: Call, function: Callable[..., Any], weights: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
+def run(
+    call: Call, function: Callable[..., Any], weights: dict[str, Tensor], inputs: dict[str, Tensor]
+) -> Any:
     """The recorded call again, with these tensors in place of the recorded ones."""
     leaves = {int(place): tensor for place, tensor in {**inputs, **weights}.items()} | call.options["rest"]
     args, kwargs = tree_unflatten([leaves[place] for place in range(len(leaves))], call.options["tree"])
@@ -96,7 +98,9 @@ class Broadcast(_Replayed):
             output = run(call, call.options["function"], leaves, call.inputs)
         found = torch.autograd.grad(output, list(leaves.values()), gradient.to(output.dtype))
         return {
-            role: Dense(samples.split(g).sum(layout.dim + 1).reshape(samples.count, *call.weights[role].shape))
+            role: Dense(
+                samples.split(g).sum(layout.dim + 1).reshape(samples.count, *call.weights[role].shape)
+            )
             for role, g in zip(leaves, found)
         }
 
@@ -124,7 +128,14 @@ def overwrites(function: Callable[..., Any]) -> bool:
     return function in _IN_PLACE
 
 
-_COPIES = {Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to, Tensor.repeat, torch.tile}
+_COPIES = {
+    Tensor.expand,
+    Tensor.expand_as,
+    torch.broadcast_to,
+    Tensor.broadcast_to,
+    Tensor.repeat,
+    torch.tile,
+}
 
 
 class Repeat(_Replayed):
@@ -181,7 +192,9 @@ class Local(_Replayed):
         with torch.no_grad():
             for sample in (0, samples.count - 1):
                 try:
-                    alone = run(call, call.options["function"], call.weights, self.rows(call, samples, sample))
+                    alone = run(
+                        call, call.options["function"], call.weights, self.rows(call, samples, sample)
+                    )
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     return False
                 expected = samples.layout.take(output, sample)
@@ -198,7 +211,9 @@ def _vjp(call: Call, inputs: dict[str, Tensor], gradient: Tensor) -> dict[str, T
     with torch.enable_grad():
         output = run(call, call.options["function"], leaves, inputs)
     found = torch.autograd.grad(output, list(leaves.values()), gradient, allow_unused=True)
-    return {role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)}
+    return {
+        role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)
+    }
 
 
 def one_by_one(call: Call, gradients: Callable[[int], dict[str, Tensor]], count: int) -> dict[str, Form]:

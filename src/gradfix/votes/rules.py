@@ -306,7 +306,9 @@ class _Norm(Rule):
         roles = _weights(is_weight, weight=bound.get("weight"), bias=bound.get("bias"))
         if is_weight(bound["input"]):
             return None
-        options = {name: bound[name] for name in self.names.split()[1:] if name in bound and name not in roles}
+        options = {
+            name: bound[name] for name in self.names.split()[1:] if name in bound and name not in roles
+        }
         options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
         return Call(roles, {"input": bound["input"]} if "weight" in roles else {}, options)
 
@@ -334,7 +336,7 @@ class _Norm(Rule):
 
 @register("layer_norm")
 class LayerNorm(_Norm):
-    functions = (F.layer_norm, torch.layer_norm)
+    functions: Sequence[Callable[..., Any]] = (F.layer_norm, torch.layer_norm)
     names = "input normalized_shape weight bias eps"
     kind = "layer"
 
@@ -355,7 +357,7 @@ class LayerNorm(_Norm):
 
 @register("rms_norm")
 class RMSNorm(LayerNorm):
-    functions = (F.rms_norm, torch.rms_norm)
+    functions: Sequence[Callable[..., Any]] = (F.rms_norm, torch.rms_norm)
     names = "input normalized_shape weight eps"
     kind = "rms"
 

@@ -1,0 +1,189 @@
+"""Every vote rule against the definition, on drawn shapes: one sample at a time, in float64, sign for sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gradfix.votes.batched import batched
+from gradfix.votes.forms import Dense, Product, Rows, Sum, combine, densify
+from gradfix.votes.layout import Layout, candidates, explain
+from gradfix.votes.loop import loop
+from gradfix.votes.rules import RULES
+from gradfix.votes.tally import Tally
+
+Sizes = dict[str, int]
+
+
+class Layer(nn.Module):
+    """An embedding of the input, then the operation under test, then a pool to one loss per sample."""
+
+    def __init__(self, sizes: Sizes, run: Callable[..., Tensor], **weights: Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(sizes["width"], sizes["width"])
+        self.run = run
+        for name, weight in weights.items():
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.run(self, self.first(x).tanh())
+        return output.sin().flatten(1).square().sum(1)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch)
+
+
+def _linear(s: Sizes) -> Layer:
+    weights = {"weight": torch.randn(s["out"], s["width"]), "bias": torch.randn(s["out"])}
+    return Layer(s, lambda m, x: F.linear(x, m.weight, m.bias), **weights)
+
+
+def _matmul(s: Sizes) -> Layer:
+    weights = {"right": torch.randn(s["width"], s["out"]), "left": torch.randn(3, s["tokens"])}
+    return Layer(s, lambda m, x: m.left @ (x @ m.right), **weights)
+
+
+def _addmm(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        flat = torch.addmm(m.bias, x.reshape(-1, x.shape[-1]), m.weight)
+        return flat.view(len(x), -1, s["out"])
+
+    return Layer(s, run, weight=torch.randn(s["width"], s["out"]), bias=torch.randn(s["out"]))
+
+
+def _conv(s: Sizes) -> Layer:
+    weight = torch.randn(s["out"], s["width"], 3)
+    return Layer(
+        s, lambda m, x: F.conv1d(x.mT, m.weight, m.bias, padding=1), weight=weight, bias=torch.randn(s["out"])
+    )
+
+
+def _patches(s: Sizes) -> Layer:
+    weight = torch.randn(s["out"], s["width"], 2)
+    return Layer(s, lambda m, x: F.conv1d(F.pad(x.mT, (0, 1)), m.weight, stride=2), weight=weight)
+
+
+def _embedding(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        index = (x.detach().sum(-1).abs() * 7).long() % 5
+        return F.embedding(index, m.weight, padding_idx=2) * x.mean(-1, keepdim=True)
+
+    return Layer(s, run, weight=torch.randn(5, s["out"]))
+
+
+def _layer_norm(s: Sizes) -> Layer:
+    weights = {"weight": torch.randn(s["width"]), "bias": torch.randn(s["width"])}
+    return Layer(s, lambda m, x: F.layer_norm(x, (s["width"],), m.weight, m.bias), **weights)
+
+
+def _rms_norm(s: Sizes) -> Layer:
+    return Layer(s, lambda m, x: F.rms_norm(x, (s["width"],), m.weight, 1e-6), weight=torch.randn(s["width"]))
+
+
+def _group_norm(s: Sizes) -> Layer:
+    weights = {"weight": torch.randn(s["width"]), "bias": torch.randn(s["width"])}
+    return Layer(s, lambda m, x: F.group_norm(torch.cat([x, x.cos()], 1).mT, 2, m.weight, m.bias), **weights)
+
+
+def _broadcast(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        x = m.scale * x / m.divisor.exp() - m.shift[: x.shape[1]]
+        return torch.where(x > 0, x, m.slope * x)
+
+    weights = {"scale": torch.randn(s["width"]), "divisor": torch.randn(()), "slope": torch.randn(1)}
+    return Layer(s, run, shift=torch.randn(s["tokens"], 1), **weights)
+
+
+LAYERS = {
+    "linear": [_linear],
+    "matmul": [_matmul, _addmm],
+    "conv": [_conv, _patches],
+    "embedding": [_embedding],
+    "layer_norm": [_layer_norm],
+    "rms_norm": [_rms_norm],
+    "group_norm": [_group_norm],
+    "broadcast": [_broadcast],
+}
+CASES = [(rule, make) for rule in RULES for make in LAYERS.get(rule, [None])]
+
+
+@pytest.mark.parametrize(("rule", "make"), CASES)
+@given(
+    samples=st.integers(2, 5),
+    tokens=st.integers(1, 5),
+    width=st.sampled_from([2, 4, 6]),
+    out=st.integers(1, 5),
+    seed=st.integers(0, 999),
+)
+def test_every_rule_matches_the_loop(
+    rule: str, make: Any, samples: int, tokens: int, width: int, out: int, seed: int
+) -> None:
+    assert make is not None, f"add a layer for the rule {rule!r} to LAYERS"
+    torch.manual_seed(seed)
+    model = make({"tokens": tokens, "width": width, "out": out}).double()
+    batch = torch.randn(samples, tokens, width).double()
+    tallies = []
+    for engine in (loop, batched):
+        tally = Tally(dict(model.named_parameters()))
+        engine(model, loss, batch, tally)
+        tallies.append(tally)
+    for name, expected in tallies[0].items():
+        noise = _exact_zero(model, batch, name)
+        assert torch.equal(tallies[1][name][~noise], expected[~noise]), name
+
+
+def _exact_zero(model: nn.Module, batch: Tensor, name: str) -> Tensor:
+    """Entries whose gradient is zero but for rounding in some sample: their signs mean nothing."""
+    parameter = dict(model.named_parameters())[name]
+    rows = [torch.autograd.grad(loss(model, batch[i : i + 1]).sum(), parameter)[0] for i in range(len(batch))]
+    gradients = torch.stack(rows).abs()
+    return ((gradients > 0) & (gradients < 1e-12 * gradients.max())).any(0)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
+def test_forms_fold_the_signs_of_their_gradients(
+    samples: int, tokens: int, rows: int, columns: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    left, right = torch.randn(samples, tokens, rows).double(), torch.randn(samples, tokens, columns).double()
+    index, values = torch.randint(0, rows, (samples, tokens)), torch.randn(samples, tokens, columns).double()
+    forms = [
+        Product(left, right),
+        Rows(index, values, rows),
+        Dense(torch.randn(samples, rows, columns).double()),
+    ]
+    shape = torch.Size((rows, columns))
+    whole = combine([(form, lambda out: out) for form in forms], shape)
+    assert isinstance(whole, Sum)
+    for form in [*forms, whole, combine([(forms[0], lambda out: out)] * 2, shape)]:
+        votes = torch.ones(shape, dtype=torch.int8)
+        form.fold(votes)
+        assert torch.equal(votes, 1 - densify(form).values.sign().sum(0).to(torch.int8))
+
+
+@given(st.sampled_from([(3, 5, 2), (5, 3, 2), (15, 2), (3, 3, 2)]), st.booleans())
+def test_layouts_are_found_from_what_one_sample_reaches(shape: tuple[int, ...], interleaved: bool) -> None:
+    samples = 3
+    for layout in candidates(shape[:-1], samples):
+        if layout.interleaved and not interleaved:
+            continue
+        seen = []
+        for sample in (1, 2):
+            mask = torch.zeros(shape, dtype=torch.bool)
+            layout.split(mask, samples)[sample] = True
+            seen.append((sample, mask))
+        assert explain(candidates(shape[:-1], samples), shape, samples, seen) == layout
+
+
+def test_mixed_samples_have_no_layout() -> None:
+    everywhere = torch.ones(3, 4, dtype=torch.bool)
+    assert explain(candidates((3, 4), 3), (3, 4), 3, [(1, everywhere), (2, everywhere)]) is None
+    assert explain([Layout(0, 1)], (3, 4), 3, [(1, ~everywhere)]) == Layout(0, 1)
