@@ -127,16 +127,21 @@ class Results:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Results:
+        from pydantic import TypeAdapter
+
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             missing = [name for row in content["rows"] for name in FIELDS if name not in row]
             if missing:
                 raise KeyError(missing[0])
-            return cls(**content)
+            if not content["rows"]:
+                raise ValueError("no rows")
+            return TypeAdapter(cls).validate_python(content)
         except FileNotFoundError:
             raise CorruptInput(f"{path} does not exist; write one with `gradfix compare --json`.") from None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CorruptInput(f"{path} is not a results file of gradfix compare ({error!r:.80}).") from None
+            why = " ".join(repr(error).split())[:80]
+            raise CorruptInput(f"{path} is not a results file of gradfix compare ({why}).") from None
 
     def to_markdown(self) -> str:
         from gradfix.report.markdown import to_markdown

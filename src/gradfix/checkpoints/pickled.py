@@ -21,7 +21,7 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
-            _refuse_compressed(path)
+            _check_records(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except CorruptInput:
         raise
@@ -49,8 +49,10 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def _refuse_compressed(path: Path) -> None:
-    """torch stores its records as they are; a compressed one can claim any size."""
+def _check_records(path: Path) -> None:
+    """torch stores its records as they are; a compressed one can claim any size.
+
+    The checksums are read here because torch does not look at them in files that it maps."""
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size > path.stat().st_size:
@@ -58,6 +60,11 @@ def _refuse_compressed(path: Path) -> None:
                     f"{path}: record {record.filename!r} is compressed or larger than the file; torch writes no "
                     "such files. Save it again as safetensors."
                 )
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptInput(
+            f"{path}: record {damaged!r} has another checksum than was written. Copy it again."
+        )
 
 
 def _refuse_hollow(path: Path, name: str, value: Tensor) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import raw_bytes
-from gradfix.checkpoints.safetensors_file import CODES, FileHash, TensorInfo, sha256_file
-from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError, UnsafeResult
+from gradfix.checkpoints.safetensors_file import FileHash, TensorInfo, sha256_file
+from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
+from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError
 
 MANIFEST = "gradfix.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
@@ -184,7 +184,7 @@ def _swap(staging: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.rename(staging, out)
-    _fsync_folder(out.parent)
+    _settle(out.parent)
 
 
 def _finish_swap(out: Path) -> None:
@@ -201,64 +201,18 @@ def seal(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def _settle(folder: Path) -> None:
+    """Make a finished rename durable; the output is complete by then, so a refusal is no failure."""
+    with contextlib.suppress(OSError):
+        _fsync_folder(folder)
+
+
 def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class SafetensorsWriter:
-    """One safetensors file, written tensor by tensor in pieces; the sha256 comes with it."""
-
-    def __init__(
-        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        self.path = path
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        for name, info in tensors.items():
-            header[name] = {
-                "dtype": CODES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [offset, offset + info.nbytes],
-            }
-            offset += info.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._expected = 8 + len(text) + offset
-        self._written = 0
-        self._digest = hashlib.sha256()
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-        self.write_bytes(len(text).to_bytes(8, "little") + text)
-
-    def write(self, piece: Tensor) -> None:
-        self.write_bytes(raw_bytes(piece))
-
-    def write_bytes(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self._digest.update(view)
-        while view:
-            done = self._file.write(view)
-            view = view[done:]
-            self._written += done
-
-    def close(self) -> str:
-        """Flush to disk and return the sha256."""
-        if self._written != self._expected:
-            raise UnsafeResult(
-                f"{self.path.name}: wrote {self._written} bytes of {self._expected}; this is a bug."
-            )
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -288,7 +242,7 @@ def _staged_file(path: Path) -> Iterator[Path]:
             yield staging
             seal(staging)
             os.replace(staging, path)
-            _fsync_folder(path.parent)
+            _settle(path.parent)
     except OSError as error:
         if isinstance(error, GradfixError):
             raise

@@ -22,17 +22,9 @@ from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
 ADAPTER_CONFIG = "adapter_config.json"
-# What the loaders raise on damaged or foreign folders; anything else is a bug and should show as one.
-LOADER_ERRORS = (
-    OSError,
-    ValueError,
-    KeyError,
-    TypeError,
-    RuntimeError,
-    AttributeError,
-    ImportError,
-    IndexError,
-)
+# A damaged config makes the loaders raise almost anything, their own validation errors included; whatever it
+# is, the folder does not load.
+LOADER_ERRORS = (Exception,)
 
 
 @dataclass(frozen=True)
@@ -224,6 +216,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
+            min(tokenizer.model_max_length, len(tokenizer("a")["input_ids"]))  # a damaged config shows here
+            if "input_ids" not in tokenizer.model_input_names:
+                raise ValueError("model_input_names lacks input_ids")
         except LOADER_ERRORS as error:
             raise CorruptInput(f"{folder} has no usable tokenizer ({first_line(error)}).") from None
     tokenizer.padding_side = "right"

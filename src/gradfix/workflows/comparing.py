@@ -8,6 +8,7 @@ from typing import Any
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype, write_text
+from gradfix.errors import CorruptInput, GradfixError
 from gradfix.results import Results
 from gradfix.workflows.configs import CompareConfig, ReportConfig, command_line
 from gradfix.workflows.memory import halving_batches, in_notes
@@ -68,9 +69,21 @@ def _work_folder(config: CompareConfig, json_out: str | None) -> Path | None:
 
 def run_report(config: ReportConfig) -> Path:
     """The page (or Markdown) of results made earlier."""
+    results = Results.load(config.results)
+    try:
+        return _rendered(config, results)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        if isinstance(error, GradfixError):
+            raise
+        raise CorruptInput(
+            f"{config.results} cannot be shown ({type(error).__name__}): a field is missing or has another type. "
+            "Write it again with `gradfix compare --json`."
+        ) from error
+
+
+def _rendered(config: ReportConfig, results: Results) -> Path:
     from gradfix.report import to_markdown, write_report
 
-    results = Results.load(config.results)
     out = Path(config.out) if config.out else Path(config.results).with_suffix(".html")
     if out.suffix == ".md":
         write_text(out, to_markdown(results))
