@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradfix.descent import cosine_after
-from gradfix.pieces import nonzeros
+from gradfix.pieces import differing, nonzeros
 from gradfix.transported import share
 
 
@@ -30,13 +30,17 @@ class Fate:
     def count(self, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor) -> None:
         self.nonzero += nonzeros(delta)
         self.kept += nonzeros(masked)
-        self.survived += nonzeros(moved != target)
+        self.survived += differing(moved, target)
         goal = target.to(before.dtype)
         self.tau_square += float(torch.dot(delta, delta))
         self.base_square += float(torch.dot(before, before))
         self.target_square += float(torch.dot(goal, goal))
         self.base_tau += float(torch.dot(before, delta))
         self.base_target += float(torch.dot(before, goal))
+
+    def add(self, other: Fate) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -49,8 +53,7 @@ class Fate:
 def total(fates: Iterable[Fate]) -> Fate:
     whole = Fate()
     for fate in fates:
-        for name, value in vars(fate).items():
-            setattr(whole, name, getattr(whole, name) + value)
+        whole.add(fate)
     return whole
 
 

@@ -48,7 +48,7 @@ def mask(name: str, sees: Sees = "direction") -> Callable[[Callable[..., Tensor]
 @mask("agree")
 def keep_agreeing(delta: Tensor, direction: Tensor) -> Tensor:
     """Keep the entries that already point downhill (eq. mask_grad). Direction 0 keeps nothing."""
-    return torch.where(delta.sign() == direction, delta, 0)
+    return delta.sign().mul_(direction).clamp_min_(0).mul_(delta)
 
 
 @mask("force")
@@ -80,9 +80,9 @@ def drop_opposed(delta: Tensor, votes: Tensor, *, count: int = 1, margin: float 
     """Drop an entry only where the vote is against it and confident: |votes| > margin * count.
 
     Margin 0 is `agree` that also keeps ties; margin 1 is plain addition."""
-    opposed = (delta.sign() * votes.sign().to(delta.dtype)) < 0
     confident = votes.abs().double() > margin * count
-    return torch.where(opposed & confident, 0, delta)
+    opposed = delta.sign().mul_(votes.sign()).clamp_max_(0).mul_(confident)  # -1 where dropped, else 0
+    return opposed.add_(1).mul_(delta)
 
 
 @mask("none", sees="nothing")

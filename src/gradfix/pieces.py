@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+WITHOUT_SIGN = 0x7FFF  # the bits of a bf16 number that are zero in a zero
 
 
 def recut(pieces: Iterable[Tensor], elements: int) -> Iterator[Tensor]:
@@ -32,8 +35,25 @@ def recut(pieces: Iterable[Tensor], elements: int) -> Iterator[Tensor]:
 
 
 def nonzeros(piece: Tensor) -> int:
-    """How many entries are not zero; torch's own count is ten times slower on the CPU."""
-    return int(np.count_nonzero(piece.ne(0).cpu().numpy()))
+    """How many entries are not zero; torch's own comparisons are six times slower on the CPU."""
+    if piece.dtype is torch.bfloat16:
+        return int(np.count_nonzero(_bits(piece) & WITHOUT_SIGN))
+    return int(np.count_nonzero(piece.cpu().numpy() != 0))
+
+
+def differing(left: Tensor, right: Tensor) -> int:
+    """How many entries of two pieces are not equal."""
+    if left.dtype is not right.dtype:
+        return nonzeros(left != right)
+    if left.dtype is torch.bfloat16:  # numpy knows no bf16: other bits, unless both are zeros of either sign
+        mine, other = _bits(left), _bits(right)
+        return int(np.count_nonzero((mine != other) & (((mine | other) & WITHOUT_SIGN) != 0)))
+    return int(np.count_nonzero(left.cpu().numpy() != right.cpu().numpy()))
+
+
+def _bits(piece: Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = piece.cpu().view(torch.int16).numpy()
+    return found
 
 
 def all_finite(piece: Tensor) -> bool:

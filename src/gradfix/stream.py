@@ -5,9 +5,12 @@ shards, names, dtypes, config and tokenizer files, and a manifest with the fate 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +29,16 @@ from gradfix.checkpoints.open import (
 )
 from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.checkpoints.vocabulary import match_vocabulary
-from gradfix.checkpoints.write import (
-    SafetensorsWriter,
-    refuse_inside,
-    staged_folder,
-    torch_dtype,
-    write_manifest,
-)
+from gradfix.checkpoints.write import refuse_inside, staged_folder, torch_dtype, write_manifest
+from gradfix.checkpoints.zeros import Zeros
 from gradfix.descent import MAX_NORM_RATIO, stranger
 from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.fates import Fate, cosines, total
 from gradfix.pieces import all_finite
 from gradfix.preflight import Plan, plan_transport
+from gradfix.threads import ahead, one_thread, piece_workers
 from gradfix.transported import mask_piece, share
 from gradfix.votes.ballot import Ballot, OpenVotes
 from gradfix.votes.tally import SignVotes
@@ -103,11 +103,10 @@ def transport_checkpoint(
         hashes or InputHashes([before, after, goal]),
     )  # fmt: skip
     need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
-    key = None
-    if len(goal.files) > 1:  # shards are what an interrupted run goes on from
-        key = journal_key((before, after, goal), ballot.identity(), job.alpha, job.dtype, head, strict)
+    key = journal_key((before, after, goal), ballot.identity(), job.alpha, job.dtype, head, strict)
     with staged_folder(out, overwrite=overwrite, need_bytes=need, key=key) as staging:
-        written = job.write(staging, plan, progress)
+        with one_thread(), piece_workers() as pool:
+            written = job.write(staging, plan, pool, progress)
         copy_side_files(goal, staging)
         if extras is not None:
             extras(staging)
@@ -118,27 +117,6 @@ def transport_checkpoint(
         (staging / "README.md").write_text(card(content), encoding="utf-8")
         write_manifest(staging, content, written)
     return report
-
-
-class Zeros(Checkpoint):
-    """The base of an update that is already a difference."""
-
-    def __init__(self, like: Checkpoint) -> None:
-        self.like = like
-
-    def names(self) -> list[str]:
-        return self.like.names()
-
-    def info(self, name: str) -> TensorInfo:
-        return self.like.info(name)
-
-    def read(self, name: str) -> Tensor:
-        return torch.zeros(self.info(name).shape, dtype=self.info(name).dtype)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        info = self.info(name)
-        for first in range(0, info.numel, elements):
-            yield torch.zeros(min(elements, info.numel - first), dtype=info.dtype)
 
 
 def write_update(
@@ -188,43 +166,68 @@ class _Job:
             return TensorInfo(info.shape, self.dtype)
         return info
 
-    def write(self, staging: Path, plan: Plan, progress: Callable[[int], None] | None) -> dict[str, str]:
+    def write(
+        self, staging: Path, plan: Plan, pool: ThreadPoolExecutor, progress: Callable[[int], None] | None
+    ) -> dict[str, str]:
         layout = layout_of(self.target, plan, self.out_info, self.tuned)
-        hashes: dict[str, str] = {}
-        wanted = set(plan.transported)
         journal = Journal(staging)
         with self.hashes:
-            for file, names in layout.items():
-                earlier = journal.finished(file)
-                if earlier is not None:
-                    hashes[file] = earlier["sha256"]
-                    self.fates |= {name: Fate(**fate) for name, fate in earlier["fates"].items()}
-                    self.abstained += earlier["abstained"]
-                    continue
-                infos = {
-                    n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None)
-                    for n in names
-                }
-                with SafetensorsWriter(staging / file, infos, {"format": "pt"}) as writer:
-                    for name in names:
-                        for piece in self._pieces(name, name in wanted, plan):
-                            writer.write(piece)
-                            if progress is not None:
-                                progress(piece.numel() * piece.dtype.itemsize)
-                    hashes[file] = writer.close()
-                if len(layout) > 1:
-                    journal.add(file, sha256=hashes[file], **self._told(names))
+            hashes = {
+                file: self._write_file(staging / file, names, plan, pool, journal, progress or _silent)
+                for file, names in layout.items()
+            }
         journal.close()
         write_index(staging, layout, sum(self.out_info(n).nbytes for n in self.target.names()))
         return hashes
 
-    def _told(self, names: list[str]) -> dict[str, Any]:
-        fates = {name: asdict(self.fates[name]) for name in names if name in self.fates}
-        return {"fates": fates, "abstained": [name for name in names if name in set(self.abstained)]}
+    def _write_file(
+        self,
+        path: Path,
+        names: list[str],
+        plan: Plan,
+        pool: ThreadPoolExecutor,
+        journal: Journal,
+        progress: Callable[[int], None],
+    ) -> str:
+        """One output file, from where an interrupted run left it; returns its sha256."""
+        wanted = set(plan.transported)
+        infos = {
+            n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None)
+            for n in names
+        }
+        finished = journal.finished(path.name)
+        if finished is not None:
+            self._recall(journal, path.name)
+            progress(sum(info.nbytes for info in infos.values()))
+            return finished
+        with SafetensorsWriter(path, infos, {"format": "pt"}, journal.reached(path.name)) as writer:
+            if not writer.resumed:
+                journal.restart(path.name)
+            done = self._recall(journal, path.name)
+            progress(sum(infos[name].nbytes for name in done))
+            for name in names[len(done) :]:
+                for piece in self._pieces(name, name in wanted, plan, pool):
+                    writer.write(piece)
+                    progress(piece.numel() * piece.dtype.itemsize)
+                fate = self.fates.get(name)
+                journal.add(
+                    path.name, writer.size, writer.sha256(), tensor=name,
+                    fate=None if fate is None else asdict(fate), abstained=name in self.abstained[-1:],
+                )  # fmt: skip
+            digest = writer.close()
+        journal.add(path.name, writer.size, digest)
+        return digest
 
-    def _pieces(self, name: str, transported: bool, plan: Plan) -> Iterator[Tensor]:
+    def _recall(self, journal: Journal, file: str) -> list[str]:
+        """What became of the tensors an interrupted run has written; their names."""
+        records = journal.tensors(file)
+        self.fates |= {r["tensor"]: Fate(**r["fate"]) for r in records if r["fate"] is not None}
+        self.abstained += [r["tensor"] for r in records if r["abstained"]]
+        return [r["tensor"] for r in records]
+
+    def _pieces(self, name: str, transported: bool, plan: Plan, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
         if transported and self.ballot.has(name) and self.alpha != 0:
-            return self._moved(name)
+            return self._moved(name, pool)
         source = self.tuned if plan.extra.get(name, "").startswith("copied") else self.target
         if transported and self.alpha != 0:
             self.abstained.append(name)
@@ -238,7 +241,8 @@ class _Job:
                 self._blame(name, (source, piece))
             yield copy
 
-    def _moved(self, name: str) -> Iterator[Tensor]:
+    def _moved(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
+        """Read here, in order; compute in the workers, a few pieces ahead; hand on in order."""
         fate = self.fates[name] = Fate()
         out_dtype = self.out_info(name).dtype
         streams = zip(
@@ -248,16 +252,25 @@ class _Job:
             self.ballot.pieces(name, self.target.info(name).numel, CHUNK),
             strict=True,
         )
-        for base, tuned, target, seen in streams:
-            before, after = _wide(base), _wide(tuned)
-            delta = after - before
-            masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
-            wide = torch.promote_types(target.dtype, torch.float32)
-            moved = (target.to(wide) + self.alpha * masked.to(wide)).to(out_dtype)
-            fate.count(before, delta, masked, moved, target)
-            if not all_finite(moved) or not all_finite(delta):
-                self._blame(name, (self.base, base), (self.tuned, tuned), (self.target, target))
+        work = partial(self._move, name, out_dtype)
+        for moved, counted in ahead(pool, work, streams):
+            fate.add(counted)
             yield moved
+
+    def _move(
+        self, name: str, out_dtype: torch.dtype, pieces: tuple[Tensor, Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Fate]:
+        base, tuned, target, seen = pieces
+        before, after = _wide(base), _wide(tuned)
+        delta = after - before
+        masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
+        wide = torch.promote_types(target.dtype, torch.float32)
+        moved = (target.to(wide) + self.alpha * masked.to(wide)).to(out_dtype)
+        counted = Fate()
+        counted.count(before, delta, masked, moved, target)
+        if (not math.isfinite(counted.tau_square) and not all_finite(delta)) or not all_finite(moved):
+            self._blame(name, (self.base, base), (self.tuned, tuned), (self.target, target))
+        return moved, counted
 
     def _blame(self, name: str, *pieces: tuple[Checkpoint, Tensor]) -> None:
         for checkpoint, piece in pieces:
@@ -367,3 +380,7 @@ def _finite(piece: Tensor) -> bool:
 
 def _wide(piece: Tensor) -> Tensor:
     return piece if piece.dtype is torch.float64 else piece.float()
+
+
+def _silent(_: int) -> None:
+    """Progress for nobody."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -10,6 +12,31 @@ from torch import Tensor
 from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint, raw_bytes
 from gradfix.checkpoints.safetensors_file import FileHash, sha256_file
 
+WAITING = 16  # pieces that may wait for the hashing thread
+
+
+class BackgroundHash:
+    """A sha256 that is computed in a thread of its own (hashlib releases the GIL), a few pieces behind."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._pending: deque[Future[None]] = deque()
+
+    def update(self, data: memoryview | bytes) -> None:
+        """`data` must not change afterwards."""
+        if len(self._pending) >= WAITING:
+            self._pending.popleft().result()
+        self._pending.append(self._pool.submit(self._digest.update, data))
+
+    def hexdigest(self) -> str:
+        while self._pending:
+            self._pending.popleft().result()
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
 
 class InputHashes:
     """Collects hashes in a thread of its own (hashlib releases the GIL)."""
@@ -17,7 +44,7 @@ class InputHashes:
     def __init__(self, checkpoints: list[Checkpoint]) -> None:
         self._hashes = {path: FileHash(path) for c in checkpoints for path in c.files}
         self._pool = ThreadPoolExecutor(max_workers=1)
-        self._pending: list[Future[None]] = []
+        self._pending: deque[Future[None]] = deque()
 
     def __enter__(self) -> InputHashes:
         return self
@@ -42,8 +69,8 @@ class InputHashes:
             yield piece
 
     def _submit(self, update: Callable[..., None], offset: int, data: memoryview) -> None:
-        if len(self._pending) >= 16:
-            self._pending.pop(0).result()
+        if len(self._pending) >= WAITING:
+            self._pending.popleft().result()
         self._pending.append(self._pool.submit(update, offset, data))
 
     def of(self, checkpoint: Checkpoint) -> dict[str, str]:

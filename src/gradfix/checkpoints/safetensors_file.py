@@ -126,16 +126,16 @@ def _read_range(descriptor: int, entry: Entry, first: int, count: int, path: Pat
     itemsize = entry.info.dtype.itemsize
     if count == 0:
         return torch.empty(0, dtype=entry.info.dtype)
-    buffer = bytearray(count * itemsize)
-    view = memoryview(buffer)
+    buffer = torch.empty(count * itemsize, dtype=torch.uint8)
+    view = buffer.numpy().data
     offset = entry.start + first * itemsize
     done = 0
-    while done < len(buffer):
+    while done < len(view):
         got = os.preadv(descriptor, [view[done:]], offset + done)
         if got == 0:
             raise CorruptInput(f"{path} ends early; it shrank while being read. Copy it again.")
         done += got
-    return torch.frombuffer(buffer, dtype=entry.info.dtype)
+    return buffer.view(entry.info.dtype)
 
 
 def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:

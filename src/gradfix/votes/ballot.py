@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.journal import file_identity
 from gradfix.checkpoints.open import CHUNK, Checkpoint, SafetensorsCheckpoint, open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.errors import IncompatibleCheckpoints, UsageError
@@ -99,7 +100,10 @@ class Ballot:
 
     def identity(self) -> list[Any]:
         """What the mask depends on, for recognising an interrupted run."""
-        content = None if self.source is None else self.source.fingerprint()
+        content: Any = None
+        if self.source is not None:
+            files = self.source.files
+            content = [file_identity(path) for path in files] if files else self.source.fingerprint()
         return [self.mask, self.options, self.seed, self.count, content]
 
     def has(self, name: str) -> bool:

@@ -1,0 +1,138 @@
+"""A transport that is killed goes on after the last whole tensor and gives the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gradfix
+from gradfix.checkpoints.journal import JOURNAL
+from gradfix.meter import Meter
+from gradfix.votes.tally import SignVotes
+
+SHAPES = {"a": (40, 50), "b": (7,), "c": (60, 50), "d": (30, 50), "e": (3, 3)}
+BYTES = sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradfix.stream.CHUNK", 100)
+    draw = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    states = {
+        "base": base,
+        "tuned": {n: t + 0.01 * torch.randn(t.shape, generator=draw) for n, t in base.items()},
+        "target": {n: t + torch.randn(t.shape, generator=draw) for n, t in base.items()},
+    }
+    for role, state in states.items():
+        (tmp_path / role).mkdir()
+        files = [list(SHAPES)] if role != "target" else [["a", "b", "c"], ["d", "e"]]
+        index = {}
+        for number, names in enumerate(files, 1):
+            file = "model.safetensors" if len(files) == 1 else f"model-{number}-of-2.safetensors"
+            save_file({n: state[n] for n in names}, tmp_path / role / file, {"format": "pt"})
+            index |= dict.fromkeys(names, file)
+        if len(files) > 1:
+            text = json.dumps({"metadata": {}, "weight_map": index})
+            (tmp_path / role / "model.safetensors.index.json").write_text(text)
+    signs = {n: torch.randint(-3, 4, s, generator=draw).to(torch.int8) for n, s in SHAPES.items()}
+    SignVotes(signs, 3).save(tmp_path / "votes.safetensors")
+    return {
+        **{role: tmp_path / role for role in states},
+        "votes": tmp_path / "votes.safetensors",
+        "alpha": 0.6,
+    }
+
+
+def _stop_after(limit: int, how: str):
+    done = 0
+
+    def progress(amount: int) -> None:
+        nonlocal done
+        done += amount
+        if done >= limit:
+            if how == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def _interrupt(job, out: Path, limit: int, how: str) -> None:
+    if how == "SIGINT":
+        with pytest.raises(KeyboardInterrupt):
+            gradfix.transport_checkpoint(**job, out=out, progress=_stop_after(limit, how))
+        return
+    child = os.fork()
+    if child == 0:
+        gradfix.transport_checkpoint(**job, out=out, progress=_stop_after(limit, how))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("limit", [1, 9_000, 12_000, 25_000, BYTES])
+def test_an_interrupted_transport_goes_on_with_the_same_bits(job, tmp_path, limit, how):
+    gradfix.transport_checkpoint(**job, out=tmp_path / "whole")
+    out = tmp_path / "out"
+    _interrupt(job, out, limit, how)
+    assert not out.exists()
+    steps: list[int] = []
+    report = gradfix.transport_checkpoint(**job, out=out, progress=steps.append)
+    assert _content(out) == _content(tmp_path / "whole")
+    assert gradfix.verify(out)["counts"]["transported"] == report.transported == len(SHAPES)
+    assert sum(steps) == BYTES
+    if limit > 9_000:  # tensors a and b were whole and are not computed again
+        assert steps[0] >= 4 * (40 * 50 + 7)
+    assert not list(tmp_path.glob(".out.gradfix*"))
+
+
+@pytest.mark.parametrize("damage", ["bytes", "journal", "length"])
+def test_a_damaged_beginning_is_written_again(job, tmp_path, damage):
+    gradfix.transport_checkpoint(**job, out=tmp_path / "whole")
+    _interrupt(job, tmp_path / "out", 12_000, "SIGINT")
+    (staging,) = tmp_path.glob(".out.gradfix-*")
+    begun = staging / "model-1-of-2.safetensors"
+    if damage == "bytes":
+        data = bytearray(begun.read_bytes())
+        data[900] ^= 1
+        begun.write_bytes(data)
+    elif damage == "length":
+        os.truncate(begun, 500)
+    else:
+        (staging / JOURNAL).write_bytes((staging / JOURNAL).read_bytes()[:-20] + b"\n{broken\n")
+    gradfix.transport_checkpoint(**job, out=tmp_path / "out")
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+def test_other_settings_start_again(job, tmp_path):
+    _interrupt(job, tmp_path / "out", 12_000, "SIGINT")
+    other = {**job, "alpha": 0.3}
+    steps: list[int] = []
+    gradfix.transport_checkpoint(**other, out=tmp_path / "out", progress=steps.append)
+    gradfix.transport_checkpoint(**other, out=tmp_path / "whole")
+    assert steps[0] == 0
+    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+
+
+def test_the_meter_tells_bytes_and_time_left():
+    said: list[str] = []
+    now = iter([0.0, 0.1, 1.0, 2.0])
+    meter = Meter(4 * 2**30, said.append, clock=lambda: next(now))
+    for _ in range(4):
+        meter(2**30)
+    assert said == [
+        "writing 1.00 of 4.00 GiB",
+        "writing 3.00 of 4.00 GiB, 1 s left",  # two GiB in one second
+        "writing 4.00 of 4.00 GiB",
+    ]
