@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,9 +80,10 @@ def best(
     labelled = bound.collate(examples)
     lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), recipe, seed)
     alpha, curve = _start(bound, tau, labelled, lesson, recipe)
+    if not alpha:  # the steps have the whole way to go
+        recipe = replace(recipe, steps=2 * recipe.steps)
     names = bound.trainable()
-    # Without the vector's help the steps have the whole way to go.
-    rate = recipe.rate * typical_size(tau, names) * (1 if alpha else 2)
+    rate = recipe.rate * typical_size(tau, names)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
     with dialled(bound.model, tau) as dial:
