@@ -39,7 +39,7 @@ torture: $(VENV)/.dev
 	$(BIN)/python -m tests.torture --share $(N)
 
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist site demo

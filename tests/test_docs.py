@@ -1,0 +1,194 @@
+"""The documentation is true: its commands run, its options exist, its links lead somewhere, its list of modules is the tree.
+
+Pages are run top to bottom in a folder of their own. `<!-- setup: NAME -->` on the first line fills it with
+tiny models; `<!-- needs: hub -->` before a block means that it is only checked for known options;
+`<!-- file: NAME -->` before a block writes it to a file. `python -m tests.test_docs --write` refreshes the
+module list of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SOURCE = ROOT / "src" / "gradfix"
+FENCE = re.compile(r"^( *)(?:<!-- (needs|file): ([^>]+?) -->\n\1)?```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
+BEGIN, END = "<!-- modules: begin -->", "<!-- modules: end -->"
+SHELL, OTHER_TOOLS = ("bash", "console"), ("pip", "make", "git", "cd", "hf", "python", "pytest")
+PAGES = sorted(
+    [
+        *DOCS.rglob("*.md"),
+        *(path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.is_file()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    needs: str | None
+    file: str | None
+
+    def commands(self) -> list[list[str]]:
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def blocks(page: Path) -> list[Block]:
+    found = []
+    for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+        _, mark, value, language, text = match.groups()
+        found.append(
+            Block(language, text, value if mark == "needs" else None, value if mark == "file" else None)
+        )
+    return found
+
+
+def setup_of(page: Path) -> str:
+    match = re.match(r"<!-- setup: ([\w-]+) -->", page.read_text(encoding="utf-8"))
+    return match.group(1) if match else "readme" if page.name == "README.md" else "nothing"
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def runnable(page: Path) -> bool:
+    return any(b.needs is None and b.language in (*SHELL, "python") for b in blocks(page))
+
+
+def options_of(command: str) -> set[str]:
+    from gradfix.cli.commands import COMMANDS
+    from gradfix.cli.options import fields_of, flag
+
+    known = {"--config", "--json", "--quiet", "-q", "--help", "-h"}
+    for field in fields_of(COMMANDS[command][0]).values():
+        known |= {flag(field.name), flag("no_" + field.name)}
+    return known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_has_known_options(page):
+    from gradfix.cli.commands import COMMANDS
+
+    for block in blocks(page):
+        for words in block.commands() if block.language in SHELL else ():
+            if "-m" in words:
+                words = words[words.index("-m") + 1 :]  # torchrun ... -m gradfix vote
+            if words[0] != "gradfix":
+                assert words[0] in OTHER_TOOLS, f"what is {words[0]!r}?"
+                continue
+            if words[1].startswith("--"):
+                assert words[1] in ("--help", "--version", "--install-completion", "--show-completion")
+                continue
+            assert words[1] in COMMANDS, words
+            unknown = {word.split("=")[0] for word in words[2:] if word.startswith("--")} - options_of(
+                words[1]
+            )
+            assert not unknown, (words, unknown)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=name)
+def test_every_page_runs(page, tmp_path, monkeypatch, capsys):
+    from tests.stage import names_of, setup
+
+    monkeypatch.chdir(tmp_path)
+    setup(setup_of(page), tmp_path)
+    space: dict[str, object] = {"__name__": "docs", **names_of(setup_of(page))}
+    for block in blocks(page):
+        if block.file is not None:
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        elif block.needs is None and block.language == "python":
+            exec(compile(block.text, name(page), "exec"), space)
+        elif block.needs is None and block.language in SHELL:
+            for words in block.commands():
+                _run(words, capsys)
+
+
+def _run(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from gradfix.cli import run
+
+    if words[0] != "gradfix":
+        return
+    code = run(words[1:])
+    shown = capsys.readouterr()
+    assert code == 0, f"{shlex.join(words)} ended with {code}: {shown.err}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        assert not target.startswith("/"), target
+        if not target.startswith(("http://", "https://", "mailto:", "#")):
+            assert (page.parent / target.split("#")[0]).exists(), f"{name(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_nothing_remote_is_loaded(page):
+    assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|link)\b", page.read_text(encoding="utf-8"))
+
+
+def test_every_guide_is_in_the_navigation():
+    import yaml
+
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
+    assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+
+def first_line(path: Path) -> str:
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert doc, f"{path} has no docstring"
+    return doc.splitlines()[0].rstrip(".:")
+
+
+def module_list() -> str:
+    """One line per module: package by package, the top level first."""
+    homes: dict[Path, list[Path]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        homes.setdefault(path.parent, []).append(path)
+    parts = []
+    for home in sorted(homes, key=lambda p: (p != SOURCE, p.as_posix())):
+        relative = home.relative_to(SOURCE.parent).as_posix()
+        title = first_line(home / "__init__.py")
+        lines = [
+            f"- `{path.name}`: {_escaped(first_line(path))}"
+            for path in homes[home]
+            if path.name != "__init__.py"
+        ]
+        parts.append(f"### {relative}\n\n{_escaped(title)}.\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Outside code, Markdown's own signs stand for themselves."""
+    pieces = text.split("`")
+    return "`".join(
+        re.sub(r"([*_<>])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(pieces)
+    )
+
+
+def architecture() -> tuple[str, str, str]:
+    before, rest = (DOCS / "architecture.md").read_text(encoding="utf-8").split(BEGIN)
+    listed, after = rest.split(END)
+    return before, listed.strip(), after
+
+
+def test_architecture_lists_the_tree():
+    assert architecture()[1] == module_list(), "run `python -m tests.test_docs --write`"
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    before, _, after = architecture()
+    (DOCS / "architecture.md").write_text(f"{before}{BEGIN}\n{module_list()}\n{END}{after}", encoding="utf-8")
