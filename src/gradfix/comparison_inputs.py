@@ -15,7 +15,7 @@ import torch
 from gradfix._version import __version__
 from gradfix.arena import Arena
 from gradfix.checkpoints.open import Source, file_hashes, open_checkpoint
-from gradfix.data import Dataset, check_disjoint, load_data
+from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, UsageError
 from gradfix.searching import Search
 from gradfix.tasks.base import TASKS, Bound, Example, Task
@@ -200,7 +200,7 @@ def _unlabelled(source: Any) -> Sequence[Example] | None:
     """Rows are taken as they are: nobody asks for their labels."""
     if source is None or (isinstance(source, Sequence) and not isinstance(source, str)):
         return source
-    return (source if isinstance(source, Dataset) else load_data(source)).pick("unlabelled", "train")
+    return source.pick("train") if isinstance(source, Dataset) else load_unlabelled(source)
 
 
 def _settings(task: Task | None, options: Mapping[str, Any]) -> list[tuple[str, Any]]:

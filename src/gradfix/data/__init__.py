@@ -1,7 +1,7 @@
 """Labelled examples: loading, few-shot sets, folds, overlap checks."""
 
-from gradfix.data.load import Dataset, load_data
+from gradfix.data.load import Dataset, load_data, load_unlabelled
 from gradfix.data.rows import Row
 from gradfix.data.splits import check_disjoint, few_shot, folds, without_overlap
 
-__all__ = ["Dataset", "Row", "check_disjoint", "few_shot", "folds", "load_data", "without_overlap"]
+__all__ = ["Dataset", "Row", "check_disjoint", "few_shot", "folds", "load_data", "load_unlabelled", "without_overlap"]

@@ -46,9 +46,11 @@ class Plan:
     template: str | None = None
 
 
-def plan(columns: Sequence[str], asked: Columns, where: str) -> Plan:
+def plan(columns: Sequence[str], asked: Columns, where: str, labelled: bool = True) -> Plan:
     """Decide which columns are used; every missing one is an error that lists what is there."""
     kind, inputs = _inputs(columns, asked, where)
+    if not labelled:
+        return Plan(kind, inputs, None, asked.text_template)
     label = asked.label or "label"
     if label not in columns:
         # Instruction data carries its answer in the conversation; only an asked-for label is missed.

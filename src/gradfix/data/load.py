@@ -111,6 +111,27 @@ def load_data(
     return Dataset(rows, settled, where, tuple(notes))
 
 
+def load_unlabelled(
+    source: Any,
+    *,
+    text_column: str | Sequence[str] | None = None,
+    image_column: str | None = None,
+    text_template: str | None = None,
+) -> list[Row]:
+    """Inputs alone: a label column may be there or not, nobody reads it. A split called "test" is left out."""
+    raw = _read(source, None)
+    asked = Columns(text=text_column, image=image_column, text_template=text_template)
+    where = _name(source)
+    out: list[Row] = []
+    for split, table in raw.tables.items():
+        if table.rows and split != "test":
+            chosen = plan(list(table.rows[0][0]), asked, where, labelled=False)
+            out += [make_row(columns, at, chosen, None, raw.home) for columns, at in table.rows]
+    if not out:
+        raise DataError(f"{where} holds no inputs outside a test split.")
+    return out
+
+
 def _name(source: Any) -> str:
     return os.fspath(source) if isinstance(source, (str, os.PathLike)) else "the examples"
 

@@ -12,7 +12,7 @@ from gradfix.errors import CorruptInput, GradfixError
 from gradfix.results import Results
 from gradfix.workflows.configs import CompareConfig, ReportConfig, command_line
 from gradfix.workflows.memory import halving_batches, in_notes
-from gradfix.workflows.setting import NO_VALIDATION, device_of, make_task, read_data
+from gradfix.workflows.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
 
 
 @halving_batches(in_notes)
@@ -44,6 +44,7 @@ def run_compare(
         seeds=config.seeds,
         methods=config.methods or None,
         validation=validation,
+        unlabelled=read_unlabelled(config.unlabelled, config) if config.unlabelled else None,
         work=_work_folder(config, json_out),
         finetune={"steps": config.finetune_steps} if config.finetune_target else False,
         batch_size=config.batch_size,

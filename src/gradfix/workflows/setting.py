@@ -11,7 +11,7 @@ import torch
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype
-from gradfix.data import Dataset, Row, check_disjoint, few_shot, load_data
+from gradfix.data import Dataset, Row, check_disjoint, few_shot, load_data, load_unlabelled
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.base import TASKS, Bound, Task
 from gradfix.workflows.configs import DataOptions, ShotOptions
@@ -68,6 +68,16 @@ def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:
         text_template=options.text_template,
         drop_unlabelled=options.drop_unlabelled,
         **more,
+    )
+
+
+def read_unlabelled(source: str, options: DataOptions) -> list[Row]:
+    columns = list(options.text_column)
+    return load_unlabelled(
+        source,
+        text_column=columns[0] if len(columns) == 1 else columns or None,
+        image_column=options.image_column,
+        text_template=options.text_template,
     )
 
 

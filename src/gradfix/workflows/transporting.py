@@ -35,7 +35,7 @@ from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
 from gradfix.workflows.configs import TransportConfig, given
 from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.page import write_page
-from gradfix.workflows.setting import Setting, Shots, draw, read_data, setting
+from gradfix.workflows.setting import Setting, Shots, draw, read_unlabelled, setting
 from gradfix.workflows.voting import on_disk
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ class _Transport:
 
         extra = self.shots.validation
         if self.config.unlabelled:
-            extra = read_data(self.config.unlabelled, self.config).pick("train")
+            extra = read_unlabelled(self.config.unlabelled, self.config)
         found = self._timed(
             "best recipe",
             lambda: best(
