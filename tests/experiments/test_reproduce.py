@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.miniature import SHIFTS, Miniature
+from gradfix import pocket
+from gradfix.cli import run
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.experiments import EXPERIMENTS, Reproduction, paper, plan_reproduce, run_reproduce
 from gradfix.experiments.lab import MEASURES
@@ -175,6 +177,17 @@ def test_unknown_names_get_a_suggestion(field, message):
     wrong = {"table": "mask", "suite": "poket"}[field]
     with pytest.raises(UsageError, match=f"Did you mean {message}"):
         plan_reproduce(ReproduceConfig(**{field: wrong}))
+
+
+def test_the_command_answers_in_two_processes(tmp_path, capsys):
+    """The embedded suite, a table that needs no measuring: workers start, answer and end."""
+    out, results = tmp_path / "out", tmp_path / "results.json"
+    code = run(["reproduce", "supervision", "--quick", "--out", str(out), "--json", str(results), "--quiet"])
+    assert code == 0, capsys.readouterr().err
+    table = json.loads(results.read_text())["tables"]["supervision"]
+    assert [row[0] for row in table["rows"][::2]] == list(pocket.TASKS)
+    assert table["rows"][0][4] == pytest.approx(100 * 10 / pocket.figures()["images"]["all"])
+    assert len(list((out / "units").iterdir())) == len(pocket.TASKS)
 
 
 def test_local_folders_are_refused_where_they_mean_nothing():

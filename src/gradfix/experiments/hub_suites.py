@@ -7,7 +7,7 @@ interrupted one goes on where it was."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -57,9 +57,12 @@ class HubSuite(Suite):
     micro_batch: int = 32
     batch_size: int = 64
     out: Path = Path("gradfix-reproduce")
+    scenes_kept = 2  # a large model and its vectors take gigabytes
     asks_first = True
     models: Mapping[str, Model] = field(default_factory=dict, init=False)
     datasets: Mapping[str, Declared] = field(default_factory=dict, init=False)
+    _data: dict[str, Dataset] = field(default_factory=dict, init=False, repr=False)
+    _stage: Callable[[str], None] = field(default=lambda _: None, init=False, repr=False)
 
     def make_task(self, data: Dataset) -> Task:
         raise NotImplementedError
@@ -74,16 +77,12 @@ class HubSuite(Suite):
     def paper_model(self, pair: str) -> str:
         return pair
 
-    def use(self, out: Path) -> None:
-        self.out = out
+    def use(self, out: Path, stage: Callable[[str], None]) -> None:
+        self.out, self._stage = out, stage
 
     @property
     def device(self) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
-
-    @cached_property
-    def _data(self) -> dict[str, Dataset]:
-        return {}
 
     def data(self, task: str) -> Dataset:
         if task not in self._data:
@@ -135,11 +134,26 @@ class HubSuite(Suite):
         part = folder.with_name(f".{name}.finetune")
         part.parent.mkdir(parents=True, exist_ok=True)
         finetune(
-            bound, data.splits["train"], checkpoint=part, micro_batch=self.micro_batch, **asdict(self.recipe)
+            bound,
+            data.splits["train"],
+            checkpoint=part,
+            micro_batch=self.micro_batch,
+            progress=self._steps(f"fine-tuning {model} on {task}"),
+            **asdict(self.recipe),
         )
         self._save(bound, model, folder)
         part.unlink(missing_ok=True)
         return folder
+
+    def _steps(self, what: str) -> Callable[[int], None]:
+        done = 0
+
+        def tell(more: int) -> None:
+            nonlocal done
+            done += more
+            self._stage(f"{what}: step {done} of {self.recipe.steps}")
+
+        return tell
 
     def _save(self, bound: Bound, model: str, folder: Path) -> None:
         source = open_checkpoint(self.where(model))

@@ -25,7 +25,6 @@ from gradfix.registry import Registry
 from gradfix.workfolder import digest
 
 Answer = dict[str, Any]
-OPEN_SCENES = 8
 
 
 class Question(NamedTuple):
@@ -71,7 +70,7 @@ class Lab:
     def scene(self, pair: str, task: str) -> Scene:
         key = (pair, task)
         if key not in self._scenes:
-            while len(self._scenes) >= OPEN_SCENES:
+            while len(self._scenes) >= self.suite.scenes_kept:
                 self._scenes.popitem(last=False)
             self._scenes[key] = self.suite.open(pair, task)
         self._scenes.move_to_end(key)

@@ -79,7 +79,7 @@ class Job:
 
     def run(self, stage: Stage = lambda _: None) -> Reproduction:
         with _folder(self.out) as store:
-            self.suite.use(store)
+            self.suite.use(store, stage)
             answers = answer_all(self.suite, store, self.questions, stage)
             stage("laying out the tables")
             content = {name: _table(name, self.suite, answers) for name in self.names}

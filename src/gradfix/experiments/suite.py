@@ -70,6 +70,7 @@ class Suite(ABC):
     domain: str  # "vision" or "text"
     grid: Grid
     processes: int = 1
+    scenes_kept: int = 8  # opened at the same time
     asks_first: bool = False
 
     @property
@@ -103,8 +104,8 @@ class Suite(ABC):
     def identity(self) -> dict[str, Any]:
         """Everything an answer depends on; finished work is filed under it."""
 
-    def use(self, out: Path) -> None:  # noqa: B027
-        """Where the suite may keep what it makes, such as fine-tuned checkpoints."""
+    def use(self, out: Path, stage: Callable[[str], None]) -> None:  # noqa: B027
+        """Where the suite may keep what it makes, such as fine-tuned checkpoints, and whom to tell."""
 
     @abstractmethod
     def estimate(self, questions: Sequence[Any]) -> Estimate: ...
