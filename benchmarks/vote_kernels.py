@@ -100,32 +100,40 @@ def check(report: dict[str, Any]) -> None:
 
 def sweep(report: dict[str, Any], failed: dict[Any, str]) -> None:
     import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for kind, dtype, table in (("16", torch.bfloat16, TILES_16), ("32", torch.float32, TILES_32)):
+        usable = [tiles for tiles in table if (kind, tiles) not in failed]
+        for name, shape in SHAPES.items():
+            found = _rates(shape, dtype, usable)
+            report["rates"][f"{name} {kind}"] = found
+            print(name, kind, {key: round(value) for key, value in found.items()}, flush=True)
+
+
+def _rates(shape: tuple[int, int, int, int], dtype: Any, table: list[Any]) -> dict[str, float]:
+    """Useful TFLOP/s of each way to do one weight's votes."""
+    import torch
     from triton.testing import do_bench
 
     from gradfix.votes import kernels
 
-    torch.backends.cuda.matmul.allow_tf32 = True
-    for kind, dtype, table in (("16", torch.bfloat16, TILES_16), ("32", torch.float32, TILES_32)):
-        for name, shape in SHAPES.items():
-            samples, tokens, rows, columns = shape
-            left, right = _case(shape, dtype)
-            votes = torch.zeros(rows, columns, dtype=torch.int8, device="cuda")
-            work = 2e-12 * samples * tokens * rows * columns
+    samples, tokens, rows, columns = shape
+    left, right = _case(shape, dtype)
+    flat_left, flat_right = left.flatten(0, 1), right.flatten(0, 1)
+    votes = torch.zeros(rows, columns, dtype=torch.int8, device="cuda")
 
-            def rate(run: Any, work: float = work) -> float:
-                return work / (do_bench(run, warmup=10, rep=40, return_mode="median") * 1e-3)
+    def rate(run: Any, *arguments: Any) -> float:
+        seconds = do_bench(lambda: run(*arguments), warmup=10, rep=40, return_mode="median") * 1e-3
+        return 2e-12 * samples * tokens * rows * columns / seconds
 
-            flat_left, flat_right = left.flatten(0, 1), right.flatten(0, 1)
-            found = {"library": rate(lambda: flat_left.T @ flat_right)}
-            found["chunks"] = rate(lambda: kernels.fold_chunks(left, right, votes))
-            if kind == "32":
-                found["transposes"] = rate(lambda: (kernels._tokens_last(left), kernels._tokens_last(right)))
-                left, right = kernels._tokens_last(left), kernels._tokens_last(right)
-            for tiles in table:
-                if (kind, tiles) not in failed:
-                    found[str(tiles)] = rate(lambda: kernels.fold_tiles(left, right, votes, tiles))
-            report["rates"][f"{name} {kind}"] = found
-            print(name, kind, {key: round(value) for key, value in found.items()}, flush=True)
+    found = {"library": rate(torch.matmul, flat_left.T, flat_right)}
+    found["chunks"] = rate(kernels.fold_chunks, left, right, votes)
+    if dtype == torch.float32:
+        found["transposes"] = rate(lambda: (kernels._tokens_last(left), kernels._tokens_last(right)))
+        left, right = kernels._tokens_last(left), kernels._tokens_last(right)
+    for tiles in table:
+        found[str(tiles)] = rate(kernels.fold_tiles, left, right, votes, tiles)
+    return found
 
 
 def main() -> None:

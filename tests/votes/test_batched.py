@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradfix import ENGINES, collect_votes
+from gradfix.errors import DataError
 from gradfix.votes.loop import take
 from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
 
@@ -70,6 +71,16 @@ def test_float32_signs_differ_in_at_most_one_of_a_thousand() -> None:
     loop, batched = votes_of(model, loss, [batch], "loop"), votes_of(model, loss, [batch])
     wrong = sum(int((loop[name].sign() != batched[name].sign()).sum()) for name in loop)
     assert wrong <= 1e-3 * sum(tensor.numel() for tensor in loop.values())
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("family", ["vit", "convnet"])
+def test_a_sample_without_a_finite_loss_is_never_counted(family: str, size: int) -> None:
+    model, loss, batch = make_case(family)
+    batch["x"][2] = float("nan")
+    parts = [take(batch, slice(start, start + size)) for start in range(0, SAMPLES, size)]
+    with pytest.raises(DataError, match="sample 2"):
+        votes_of(model, loss, parts)
 
 
 def test_nothing_is_left_behind() -> None:

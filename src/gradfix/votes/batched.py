@@ -6,7 +6,10 @@ gradient is never stored. Weights whose use no rule covers are voted on one samp
 
 from __future__ import annotations
 
+import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,23 +35,45 @@ _PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
     """Fold one micro-batch in one forward and one backward.
 
-    A loss that is not finite raises `NotFinite` before anything is folded; a single sample is not checked."""
+    A loss that is not finite raises `NotFinite` before anything is folded."""
     count = batch_size(batch)
     tally.reserve(count)
-    try:
-        votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
-    except NotFinite:
-        tally.count -= count
-        raise
+    with _garbage_later():
+        try:
+            votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
+            if votes is None:
+                _check_losses(model, loss, batch)
+        except NotFinite:
+            tally.count -= count
+            raise
+        if votes is not None and losses is not None:
+            votes.backward(losses)
     if votes is None or losses is None:
         fold_each(model, loss, batch, tally)
         return
-    votes.backward(losses)
     if votes.plan.light and reach(losses, tally.parameters, votes.anchor).others:
         raise UnsafeResult(
             'a batch used weights in a way earlier ones did not; vote again with engine="loop".'
         )
     _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
+
+
+def _check_losses(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    with torch.no_grad():
+        if not bool(torch.isfinite(loss(model, batch)).all()):
+            raise NotFinite
+
+
+@contextmanager
+def _garbage_later() -> Iterator[None]:
+    """No cycle collection in the middle of a pass: a device would wait for it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _forward(
@@ -119,6 +144,7 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
             step.layout is not None and step.layout.rows > 1 and operation.node in picked
             for step, operation in zip(plan.steps, probe.operations)
         )
+    probe.forget()
     if plan.left_out:
         _note(plan.left_out)
     plans = _PLANS.setdefault(model, {})

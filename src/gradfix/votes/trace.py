@@ -238,6 +238,7 @@ class Votes(Watch):
         with self:  # a checkpointed forward that runs again must repeat its taps
             inside(torch.autograd.backward)(losses, ones, inputs=[self.anchor])
         self._finish()
+        self.forget()
 
     def _finish(self) -> None:
         """Fold weights of which some use reached no loss, and all the small ones at once."""

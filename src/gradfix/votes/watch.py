@@ -86,6 +86,10 @@ class Watch(TorchFunctionMode):
             elif value.__class__ is dict:
                 self._search(value.values(), found)
 
+    def forget(self) -> None:
+        """Let go of the model's tensors: taps and their graph refer back to the mode, a cycle that would keep them."""
+        self.tracked.clear()
+
     def track(self, output: Any, weights: list[Tracked], step: int | None, live: bool) -> None:
         roots = tuple(dict.fromkeys(name for weight in weights for name in weight.roots))
         for tensor in tensors_in(output):
@@ -120,6 +124,12 @@ class Probe(Watch):
                 if id(tensor) not in self.tracked:
                     tensor.__dict__["_gradfix_sample"] = self.anchor
         return output
+
+    def forget(self) -> None:
+        super().forget()
+        for operation in self.operations:
+            operation.args, operation.kwargs, operation.weights = (), {}, []
+            operation.output = operation.node = None
 
     def _depends_on_samples(self, tensor: Tensor) -> bool:
         return id(tensor) in self.batch or tensor.__dict__.get("_gradfix_sample") is self.anchor
