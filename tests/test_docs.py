@@ -82,9 +82,8 @@ def test_every_command_has_known_options(page):
     from gradfix.cli.commands import COMMANDS
 
     for block in blocks(page):
-        for words in block.commands() if block.language in SHELL else ():
-            if "-m" in words:
-                words = words[words.index("-m") + 1 :]  # torchrun ... -m gradfix vote
+        for line in block.commands() if block.language in SHELL else ():
+            words = line[line.index("-m") + 1 :] if "-m" in line else line  # torchrun ... -m gradfix vote
             if words[0] != "gradfix":
                 assert words[0] in OTHER_TOOLS, f"what is {words[0]!r}?"
                 continue

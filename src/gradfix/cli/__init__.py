@@ -69,7 +69,10 @@ def _dispatch(argv: list[str]) -> int:
     from gradfix.cli.options import expand_lists
 
     kind = next((COMMANDS[word][0] for word in argv if word in COMMANDS), None)
-    return int(build()(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
+    code = int(build()(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
+    if code == INTERRUPTED:  # the parser turns Ctrl-C into a silent exit code
+        raise KeyboardInterrupt
+    return code
 
 
 def _as_note(message: Warning | str, *_: object) -> None:

@@ -1,0 +1,39 @@
+"""The examples are short, run as they stand, and print what they promise."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+PROMISED = {
+    "transport_in_memory": r"kept \d+%, alpha [\d.]+: [\d.]+ % -> [\d.]+ %",
+    "transport_folders": r"of 200 test images",
+    "one_vote_many_masks": r"half_ties keeps",
+    "merge_two_bases": r"mask, then ties",
+    "lora_adapter": r"test accuracy [\d.]+ % -> [\d.]+ %",
+    "compare_methods": r"Plain addition",
+}
+
+
+def test_there_are_six_and_each_is_short():
+    assert {path.stem for path in EXAMPLES} == set(PROMISED)
+    for path in EXAMPLES:
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 40, path.name
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path, tmp_path, monkeypatch, capsys):
+    from gradfix.masks import MASKS
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MASKS, "_entries", dict(MASKS._entries))  # an example may register one of its own
+    left = runpy.run_path(str(path), run_name="__main__")
+    assert re.search(PROMISED[path.stem], capsys.readouterr().out)
+    if path.stem == "transport_folders":  # it loads like any other checkpoint, card and class names included
+        assert Path("moved/README.md").read_text(encoding="utf-8").startswith("---\nlibrary_name:")
+        assert left["model"].config.id2label[0] != "LABEL_0"
