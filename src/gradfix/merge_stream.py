@@ -21,6 +21,7 @@ from gradfix.checkpoints.open import CHUNK, Checkpoint, Part, Source, open_check
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
+from gradfix.checkpoints.zeros import Zeros
 from gradfix.descent import MAX_NORM_RATIO
 from gradfix.differences import Differences, Side, Votes
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
@@ -29,7 +30,7 @@ from gradfix.merging import mask_seed, method_options
 from gradfix.pieces import recut
 from gradfix.preflight import plan_transport
 from gradfix.registry import unknown
-from gradfix.stream import LEAST_KEPT, StreamReport, Zeros, transport_checkpoint
+from gradfix.stream import LEAST_KEPT, StreamReport, transport_checkpoint
 from gradfix.taskvector import TaskVector
 from gradfix.threads import one_thread
 from gradfix.transported import share, transport
