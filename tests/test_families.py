@@ -110,8 +110,32 @@ def test_a_fine_tune_moves_and_loads(name, tmp_path, capsys):
     target = save_tiny(family.tiny, tmp_path / "target", seed=1)
     data = _data(tmp_path / "data", family.images)
     common = ("--data", data, "--task", family.task)
-    _cli("finetune", "--model", base, "--out", tmp_path / "tuned", *common, "--steps", 25, "--train-batch", 12, "--lr", family.lr)
-    _cli("vote", "--target", target, *common, "--shots", 3, "--seed", 4, "--out", tmp_path / "votes.safetensors")
+    _cli(
+        "finetune",
+        "--model",
+        base,
+        "--out",
+        tmp_path / "tuned",
+        *common,
+        "--steps",
+        25,
+        "--train-batch",
+        12,
+        "--lr",
+        family.lr,
+    )
+    _cli(
+        "vote",
+        "--target",
+        target,
+        *common,
+        "--shots",
+        3,
+        "--seed",
+        4,
+        "--out",
+        tmp_path / "votes.safetensors",
+    )
     votes = SignVotes.load(tmp_path / "votes.safetensors")
     assert votes.count == 3 * (3 if family.images else 2)
     assert all(not tensor.dtype.is_floating_point for tensor in votes.values())
@@ -140,7 +164,9 @@ def test_a_lora_of_a_llama_moves_and_loads(tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
-        LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
+        LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
+        ),
     )
     model.save_pretrained(tmp_path / "adapter")
     common = ("--data", data, "--task", "causal", "--shots", 3)
@@ -165,7 +191,19 @@ def test_a_lora_of_a_llama_moves_and_loads(tmp_path):
 def test_votes_on_disk_are_integers_under_on_disk_names(tmp_path):
     target = save_tiny("vit", tmp_path / "target", seed=1)
     data = _data(tmp_path / "data", images=True)
-    _cli("vote", "--target", target, "--data", data, "--task", "classification", "--shots", 2, "--out", tmp_path / "v.safetensors")
+    _cli(
+        "vote",
+        "--target",
+        target,
+        "--data",
+        data,
+        "--task",
+        "classification",
+        "--shots",
+        2,
+        "--out",
+        tmp_path / "v.safetensors",
+    )
     with safe_open(tmp_path / "v.safetensors", "pt") as file:
         assert set(file.keys()) <= set(_weights(target))
         assert file.metadata()["format"] == "gradfix.votes"
@@ -176,12 +214,49 @@ def test_best_recipe_report_and_choice_by_folds_through_the_command_line(tmp_pat
     target = save_tiny("bert", tmp_path / "target", seed=1)
     data = _data(tmp_path / "data", images=False)
     common = ("--data", data, "--task", "zero-shot")
-    _cli("finetune", "--model", base, "--out", tmp_path / "tuned", *common, "--steps", 25, "--train-batch", 12, "--lr", 3e-3)
-    trio = ("--base", base, "--tuned", tmp_path / "tuned", "--target", target, *common, "--shots", 3, "--force")
-    _cli("transport", *trio, "--method", "best", "--out", tmp_path / "best", "--report", tmp_path / "page.html")
+    _cli(
+        "finetune",
+        "--model",
+        base,
+        "--out",
+        tmp_path / "tuned",
+        *common,
+        "--steps",
+        25,
+        "--train-batch",
+        12,
+        "--lr",
+        3e-3,
+    )
+    trio = (
+        "--base",
+        base,
+        "--tuned",
+        tmp_path / "tuned",
+        "--target",
+        target,
+        *common,
+        "--shots",
+        3,
+        "--force",
+    )
+    _cli(
+        "transport", *trio, "--method", "best", "--out", tmp_path / "best", "--report", tmp_path / "page.html"
+    )
     _cli("verify", tmp_path / "best")
     assert "Transported (best)" in (tmp_path / "page.html").read_text()
-    _cli("transport", *trio, "--validation", "none", "--mask", "veto", "--out", tmp_path / "folds", "--json", tmp_path / "f.json")
+    _cli(
+        "transport",
+        *trio,
+        "--validation",
+        "none",
+        "--mask",
+        "veto",
+        "--out",
+        tmp_path / "folds",
+        "--json",
+        tmp_path / "f.json",
+    )
     result = json.loads((tmp_path / "f.json").read_text())
     assert result["regime"] == "few_shot"
     assert 0 <= result["margin"] <= 1

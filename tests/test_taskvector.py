@@ -32,7 +32,8 @@ def test_vector_space(x, y, z):
     assert _equal((a + b) + c, a + (b + c))
     assert _equal(a - a, 0 * a)
     assert _equal(2.5 * (a + b), 2.5 * a + 2.5 * b)
-    assert _equal(-(-a), a)
+    opposite = -a
+    assert _equal(-opposite, a)
     assert a.dot(b) == pytest.approx(b.dot(a))
     assert a.norm() ** 2 == pytest.approx(a.dot(a))
     assert (3 * a).cosine(a) == pytest.approx(1)

@@ -353,7 +353,9 @@ def test_the_stream_stays_within_100_mib(tmp_path):
 
 def test_a_tensor_without_votes_does_not_change_the_names_of_the_others():
     """A frozen head is in the task vector and not in the votes; the rest must still find its votes."""
-    tau = gradfix.TaskVector({"layers.0.weight": torch.ones(4), "embed": torch.ones(2), "head": torch.ones(3)})
+    tau = gradfix.TaskVector(
+        {"layers.0.weight": torch.ones(4), "embed": torch.ones(2), "head": torch.ones(3)}
+    )
     votes = SignVotes(
         {"layers.0.weight": torch.ones(4, dtype=torch.int8), "embed": torch.ones(2, dtype=torch.int8)},
         1,
@@ -361,7 +363,11 @@ def test_a_tensor_without_votes_does_not_change_the_names_of_the_others():
     )
     assert gradfix.transport(tau, votes).kept == {"layers.0.weight": 1.0, "embed": 1.0, "head": 0.0}
     on_disk = tau.renamed({"layers.0.weight": "encoder.layer.0.weight"})
-    assert gradfix.transport(on_disk, votes).kept == {"encoder.layer.0.weight": 1.0, "embed": 1.0, "head": 0.0}
+    assert gradfix.transport(on_disk, votes).kept == {
+        "encoder.layer.0.weight": 1.0,
+        "embed": 1.0,
+        "head": 0.0,
+    }
 
 
 def _prefixed(state: dict[str, torch.Tensor], prefix: str, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -374,7 +380,9 @@ def test_a_trainer_style_classifier_moves_between_bases_saved_with_and_without_a
     tuned = {n: v + 0.01 for n, v in base.items()}
     folders = {
         "base": _save(tmp_path / "base", _prefixed(base, "bert.", **{"cls.bias": torch.zeros(3)})),
-        "tuned": _save(tmp_path / "tuned", _prefixed(tuned, "bert.", **{"classifier.weight": torch.ones(2, 3)})),
+        "tuned": _save(
+            tmp_path / "tuned", _prefixed(tuned, "bert.", **{"classifier.weight": torch.ones(2, 3)})
+        ),
         "target": _save(tmp_path / "target", _state(1)),
     }
     gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out", head="copy")

@@ -43,7 +43,7 @@ _HOMES = {
     "verify": "gradfix.checkpoints.write",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

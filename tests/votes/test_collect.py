@@ -156,7 +156,7 @@ def test_an_interrupted_vote_resumes_to_the_same_bits(tmp_path, monkeypatch):
         gradfix.collect_votes(subject.model, subject.loss, dying(3), checkpoint=part)
     seen: list[int] = []
     resumed = gradfix.collect_votes(
-        subject.model, subject.loss, batches, checkpoint=part, progress=lambda n: seen.append(n)
+        subject.model, subject.loss, batches, checkpoint=part, progress=seen.append
     )
     assert sum(seen) < 10
     assert resumed.count == whole.count

@@ -61,7 +61,7 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
         "zero_shot": "Target as it is",
         name: f"Transported ({config.method if name == 'best' else config.mask})",
     }
-    provenance = {"pair": None, "command": command_line("transport", config), "config": {}}
+    provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
     return Results.build(
         [before, after],
         titles=titles,
