@@ -329,7 +329,7 @@ def _rows(
         if bare and not drop_unlabelled:
             raise DataError(
                 f"{bare[0].where}: no label in column {chosen.label!r} (empty, null or -100). "
-                f"{len(bare)} of {len(rows)} rows have none: fill them in, or drop unlabelled rows."
+                f"{len(bare)} of {len(rows)} rows have none: fill them in, or drop unlabelled rows (--drop-unlabelled)."
             )
         if bare:
             notes.append(f"{split}: {len(bare)} of {len(rows)} rows have no label and were dropped.")

@@ -38,7 +38,7 @@ def few_shot(
                 + (
                     "Add some, or take it out of the label set."
                     if not members
-                    else "Add some or allow fewer."
+                    else "Add some or allow fewer (--allow-fewer)."
                 )
             )
         picked += _shuffled(members, seed, label)[:per_class]
