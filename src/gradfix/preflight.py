@@ -11,11 +11,11 @@ from gradfix.errors import IncompatibleCheckpoints
 
 # Modules that model classes put on top of an encoder; a fine-tune may drop those of its base.
 HEADS = frozenset(
-    ("cls", "lm_head", "classifier", "pre_classifier", "score", "head", "heads", "qa_outputs", "predictions")
-    + ("generator_predictions", "discriminator_predictions", "pooler")
+    {
+        *("cls", "lm_head", "classifier", "pre_classifier", "score", "head", "heads", "qa_outputs", "pooler"),
+        *("predictions", "generator_predictions", "discriminator_predictions"),
+    }
 )
-# Buffers of batch norm: floating tensors on disk, but measured on data, never learned by gradients.
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
