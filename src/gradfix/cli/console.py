@@ -51,8 +51,9 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], quie
     made = Table(
         title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False
     )
-    for index, name in enumerate(header):
-        made.add_column(name, justify="left" if index == 0 else "right", overflow="fold", no_wrap=index > 0)
+    for index, column in enumerate(zip(*plain)):
+        numeric = index > 0 and all(cell[:1] in "0123456789+-." for cell in column[1:])
+        made.add_column(column[0], justify="right" if numeric else "left", overflow="fold", no_wrap=index > 0)
     for row in plain[1:]:
         made.add_row(*map(Text, row))
     console.print(made)

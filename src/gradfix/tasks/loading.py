@@ -27,6 +27,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 LOADER_ERRORS = (Exception,)
 
 
+WRONG_TASK = (
+    "cannot be loaded. Choose the --task by the model: zero-shot for encoders and CLIP, classification for models "
+    "with a head, seq2seq for T5, causal for language models."
+)
+
+
 @dataclass(frozen=True)
 class Home:
     """Where a model's config, tokenizer and weights are; an adapter is put on the weights at loading."""
@@ -132,6 +138,11 @@ def load_partly(
                 **config,
             )
         except LOADER_ERRORS as error:
+            if "Unrecognized configuration class" in str(error):
+                kind = read_json(folder / "config.json").get("model_type", "?")
+                raise IncompatibleCheckpoints(
+                    f"{folder} is a {kind} model: {auto.__name__} {WRONG_TASK}"
+                ) from None
             raise CorruptInput(_why(folder, error)) from None
     mismatched = sorted(
         str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"]
@@ -146,7 +157,7 @@ def load_partly(
     if inside:
         raise CorruptInput(
             f"{folder} holds {len(inside)} tensors its model does not know, first {inside[0]!r}. "
-            "Is the config of another model?"
+            f"Is the config of another model? As {type(model).__name__} it {WRONG_TASK}"
         )
     notes = [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
