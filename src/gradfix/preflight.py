@@ -16,6 +16,8 @@ HEADS = frozenset(
         *("predictions", "generator_predictions", "discriminator_predictions"),
     }
 )
+# Buffers of batch norm: floating tensors on disk, but measured on data, never learned by gradients.
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True)
