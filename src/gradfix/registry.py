@@ -7,6 +7,7 @@ A duplicate name fails, an unknown one lists the choices, a broken package is na
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -40,31 +41,34 @@ class Registry(Mapping[str, T], Generic[T]):
             return
         self._plugins_loaded = True
         for point in entry_points(group=self.group):
-            self._add_plugin(point, known=set(self._entries))
+            self._add_plugin(point)
 
-    def _add_plugin(self, point: EntryPoint, known: set[str]) -> None:
-        """Loading may register the entry by its decorator; an object that did not is the entry itself."""
+    def _add_plugin(self, point: EntryPoint) -> None:
+        """Loading may register the entry by its decorator; an object that did not is the entry itself.
+
+        A module that serves several groups registers everything when the first of them is loaded."""
         package = point.dist.name if point.dist else point.value
-        if point.name in known:
-            raise UsageError(
-                f"the package {package} adds a {self.kind} called {point.name!r}, which exists already. "
-                "Uninstall it or ask its authors to rename the entry."
-            )
+        taken, seen = point.name in self._entries, point.module in sys.modules
         try:
             found = point.load()
-        except Exception as error:  # whatever a stranger's module raises on import
+        except Exception as error:  # whatever a stranger's module raises on import, duplicate names included
             raise UsageError(
                 f"the {self.kind} {point.name!r} of the package {package} cannot be loaded "
                 f"({type(error).__name__}: {error}). Repair or uninstall that package."
             ) from error
-        if point.name in self._entries:
-            return
         if isinstance(found, ModuleType):
+            if point.name not in self._entries:
+                raise UsageError(
+                    f"the package {package} promises a {self.kind} called {point.name!r}, "
+                    f"but importing {point.value} does not register it."
+                )
+        elif taken and not seen:
             raise UsageError(
-                f"the package {package} promises a {self.kind} called {point.name!r}, "
-                f"but importing {point.value} does not register it."
+                f"the package {package} adds a {self.kind} called {point.name!r}, which exists already. "
+                "Uninstall it or ask its authors to rename the entry."
             )
-        self._entries[point.name] = found
+        else:
+            self._entries.setdefault(point.name, found)
 
     def __getitem__(self, name: str) -> T:
         self._load_plugins()

@@ -25,7 +25,7 @@ from gradfix.preflight import plan_transport
 from gradfix.scale import ScaleCurve, dialled, search_scale
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport, transport_checkpoint, write_update
-from gradfix.tasks.base import Bound
+from gradfix.tasks.base import TASKS, Bound
 from gradfix.taskvector import TaskVector
 from gradfix.transported import apply, transport
 from gradfix.votes.collect import collect_gradient, collect_votes
@@ -142,7 +142,10 @@ def _refuse_swapped(
 
 def _lender(config: TransportConfig) -> str | None:
     """Whose head the target is scored with: the fine-tune's where it is to be copied, else its own."""
-    return config.tuned if config.head == "copy" and config.task == "classification" else None
+    from gradfix.tasks.classification import Classification
+
+    has_head = issubclass(TASKS[config.task], Classification)  # or a task that somebody derived from it
+    return config.tuned if config.head == "copy" and has_head else None
 
 
 def _check_words(config: TransportConfig) -> None:
