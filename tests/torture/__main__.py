@@ -33,6 +33,7 @@ FULL = {
     "images": 300,
     "yaml": 100,
     "kills mid-vote": 200,
+    "kills mid-finetune": 30,
     "kills mid-write": 100,
     "rival writers": 30,
 }
@@ -77,6 +78,7 @@ def run(
         "images": lambda: inputs.image_series(home, count["images"]),
         "yaml": lambda: inputs.yaml_series(home, count["yaml"]),
         "kills mid-vote": lambda: crashes.kills_mid_vote(home, count["kills mid-vote"], world),
+        "kills mid-finetune": lambda: crashes.kills_mid_finetune(home, count["kills mid-finetune"], world),
         "kills mid-write": lambda: crashes.kills_mid_write(home, count["kills mid-write"]),
         "failing writes": lambda: crashes.failing_writes(home),
         "rival writers": lambda: crashes.rival_writers(home, count["rival writers"]),

@@ -54,42 +54,75 @@ def vote_work(world: World, out: Path) -> Work:
     return work
 
 
+def finetune_work(world: World, out: Path) -> Work:
+    """`gradfix finetune`, its state saved after each step."""
+
+    def work() -> None:
+        import gradfix.finetuning
+        from gradfix.workflows.configs import FinetuneConfig
+        from gradfix.workflows.scoring import run_finetune
+
+        torch.set_num_threads(1)
+        gradfix.finetuning.SAVE_EVERY_SECONDS = 0.0
+        options = {"data": str(world.data), "task": "zero-shot", "steps": 8, "train_batch": 4, "lr": 1e-3}
+        run_finetune(FinetuneConfig(**options, model=str(world.base), out=str(out)))  # type: ignore[arg-type]
+
+    return work
+
+
 def kills_mid_vote(home: Path, count: int, world: World) -> Series:
-    """SIGKILL at a random moment of a vote, up to three times in a row, then let it finish."""
+    out = home / "votes" / "votes.safetensors"
+    inputs = (world.target, world.data)
+    return _kills("kills mid-vote", count, vote_work(world, out), out, f".{out.name}.part", inputs)
+
+
+def kills_mid_finetune(home: Path, count: int, world: World) -> Series:
+    out = home / "finetune" / "out"
+    inputs = (world.base, world.data)
+    return _kills(
+        "kills mid-finetune", count, finetune_work(world, out), out, f".{out.name}.finetune", inputs
+    )
+
+
+def _kills(name: str, count: int, work: Work, out: Path, saved: str, inputs: tuple[Path, ...]) -> Series:
+    """SIGKILL at a random moment, up to three times in a row, then let the work finish."""
     began = time.time()
-    folder = home / "votes"
-    folder.mkdir(parents=True)
-    inputs = hashes(world.target, world.data)
-    reference, out = folder / "reference.safetensors", folder / "v" / "votes.safetensors"
+    before = hashes(*inputs)
     clock = time.monotonic()
-    if finish(start(vote_work(world, reference)), CHILD_LIMIT) != 0:
-        return Series.of("kills mid-vote", [Outcome("wrong", "the vote itself fails")], began)
+    if finish(start(work), CHILD_LIMIT) != 0:
+        return Series.of(name, [Outcome("wrong", "the work itself fails")], began)
     length = time.monotonic() - clock
-    wanted = reference.read_bytes()
-    draw = random.Random("mid-vote")
+    whole = relative(out.parent)
+    draw = random.Random(name)
     outcomes: list[Outcome] = []
     resumed = 0
     while len(outcomes) < count:
-        shutil.rmtree(out.parent, ignore_errors=True)
+        shutil.rmtree(out.parent)
         for _ in range(min(draw.choice((1, 2, 3)), count - len(outcomes))):
-            child = start(vote_work(world, out))
+            child = start(work)
             time.sleep(draw.uniform(0.2, 1.0) * length)
             if kill(child):
-                outcomes.append(_after_vote_kill(out, wanted, inputs, world))
-                resumed += (out.parent / f".{out.name}.part").exists()
-        code = finish(start(vote_work(world, out)), CHILD_LIMIT)
-        if code != 0 or out.read_bytes() != wanted or [p.name for p in out.parent.iterdir()] != [out.name]:
-            left = sorted(p.name for p in out.parent.iterdir()) if out.parent.exists() else []
+                resumed += (out.parent / saved).exists()
+                outcomes.append(_after_kill(out, whole))
+            if hashes(*inputs) != before:
+                outcomes.append(Outcome("wrong", "an input changed"))
+        if out.exists():
+            continue  # it was complete before the kill; only hidden files of the dead process may lie beside it
+        code = finish(start(work), CHILD_LIMIT)
+        if code != 0 or relative(out.parent) != whole:
+            left = sorted(relative(out.parent)) if out.parent.exists() else []
             outcomes.append(Outcome("wrong", f"after resuming: exit {code}, left {left}"))
-    return Series.of("kills mid-vote", outcomes, began, resumed_from_a_saved_count=resumed)
+    return Series.of(name, outcomes, began, resumed_from_a_saved_state=resumed)
 
 
-def _after_vote_kill(out: Path, wanted: bytes, inputs: dict[str, str], world: World) -> Outcome:
-    if out.exists() and out.read_bytes() != wanted:
-        return Outcome("wrong", "an incomplete votes file under the final name")
-    if hashes(world.target, world.data) != inputs:
-        return Outcome("wrong", "an input changed")
-    return Outcome("same")
+def _after_kill(out: Path, whole: dict[str, str]) -> Outcome:
+    """Absent, or exactly what an undisturbed run writes."""
+    final = {name: digest for name, digest in relative(out.parent).items() if not name.startswith(".")}
+    return (
+        Outcome("wrong", "an incomplete output under the final name")
+        if final and final != whole
+        else Outcome("same")
+    )
 
 
 def transport_work(roles: dict[str, Path], out: Path, *, overwrite: bool = False, alpha: float = 0.5) -> Work:

@@ -6,6 +6,7 @@ the file holds."""
 from __future__ import annotations
 
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,8 @@ def load_pickle(path: Path) -> dict[str, Tensor]:
     except CorruptInput:
         raise
     except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())[:160]
+        told = re.search(r"Unpickler error: (.*?)(?:\.\s|\n|$)", str(error))
+        reason = " ".join((told[1] if told else str(error)).split())[:160]
         raise CorruptInput(
             f"{path} cannot be read as plain weights ({reason}). gradfix never runs code from a checkpoint; "
             "save it as safetensors in the program that made it."

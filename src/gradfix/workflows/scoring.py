@@ -9,7 +9,7 @@ from typing import Any
 
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
-from gradfix.checkpoints.write import refuse_inside, write_text
+from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, write_text
 from gradfix.data import few_shot
 from gradfix.scoring import evaluate
 from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
@@ -36,6 +36,8 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
 
     source, out = open_checkpoint(config.model), Path(config.out)
     refuse_inside(out, [source.path] if source.path else [])
+    refuse_occupied(out, config.overwrite)
+    state = out.with_name(f".{out.name}.finetune")
     start = setting(config)
     rows = start.dataset.pick("train")
     if config.shots is not None:
@@ -48,13 +50,13 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     finetune(
         bound, rows, steps=config.steps, batch_size=config.train_batch, lr=config.lr,
         weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
-        checkpoint=out.with_name(f".{out.name}.finetune"),
+        checkpoint=state,
     )  # fmt: skip
     save_like(
         source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
         extras=bound.save_extras,
     )  # fmt: skip
-    out.with_name(f".{out.name}.finetune").unlink(missing_ok=True)
+    discard(state)
     result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}"}
     test = start.dataset.splits.get("test")
     if test:
