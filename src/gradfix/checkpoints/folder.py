@@ -97,9 +97,9 @@ def layout_of(
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
 
 
-def write_index(staging: Path, layout: Mapping[str, list[str]], total: int) -> None:
+def write_index(staging: Path, layout: Mapping[str, list[str]], total: int, *, always: bool = False) -> None:
     """The shard index, where there is more than one shard."""
-    if len(layout) > 1:
+    if len(layout) > 1 or always:
         weight_map = {name: file for file, names in layout.items() for name in names}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
         (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ WRONG_TASK = (
     "cannot be loaded. Choose the --task by the model: zero-shot for encoders and CLIP, classification for models "
     "with a head, seq2seq for T5, causal for language models."
 )
+
+
+Builder = Callable[[Callable[[], nn.Module], Checkpoint], nn.Module]
+# Set while a model is to be put together in another way than whole, in one process.
+BUILDER: ContextVar[Builder | None] = ContextVar("builder", default=None)
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,9 @@ def load_partly(
 ) -> Loaded:
     """Load and say what is missing; the caller must fill or refuse it, because it is random now."""
     folder = home.folder
+    builder = BUILDER.get()
+    if builder is not None:
+        return _built(builder, auto, home, dtype, trust_remote_code, config)
     # Refuses damaged headers, and shards outside the folder that the loader would follow.
     open_checkpoint(folder)
     with quiet_transformers():
@@ -164,6 +173,36 @@ def load_partly(
         model.set_experts_implementation("eager")  # the fast expert kernels know no float64
     missing = set(info["missing_keys"]) - _wear(model, home)
     return Loaded(model.to(device).eval(), sorted(missing), notes)
+
+
+def _built(
+    builder: Builder,
+    auto: Any,
+    home: Home,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    config: dict[str, Any],
+) -> Loaded:
+    """The config's model from `builder`, which fills it itself and refuses what is missing."""
+    from transformers import AutoConfig
+
+    if home.adapter is not None:
+        raise UsageError(f"{home.adapter} is a LoRA adapter; a sharded model is read from full weights only.")
+
+    def make() -> nn.Module:
+        with quiet_transformers():
+            try:
+                found = AutoConfig.from_pretrained(
+                    home.folder, trust_remote_code=trust_remote_code, local_files_only=True, **config
+                )
+                model = auto.from_config(found, dtype=dtype, trust_remote_code=trust_remote_code)
+            except LOADER_ERRORS as error:
+                raise CorruptInput(_why(home.folder, error)) from None
+        if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # the fast expert kernels know no float64
+        return model
+
+    return Loaded(builder(make, open_checkpoint(home.folder)), [], [])
 
 
 def _wear(model: nn.Module, home: Home) -> set[str]:

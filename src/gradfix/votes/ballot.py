@@ -22,7 +22,7 @@ from gradfix.pieces import recut
 from gradfix.preflight import Plan
 from gradfix.transported import mask_options, random_directions
 from gradfix.votes.identity import check_probe
-from gradfix.votes.tally import SignVotes, check_integers, dtype_for, votes_metadata
+from gradfix.votes.tally import SignVotes, dtype_for, votes_files
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ def open_votes(votes: SignVotes | OpenVotes | str | os.PathLike[str], target: Ch
     if isinstance(votes, SignVotes):
         named = {votes.disk_names.get(n, n) if n not in known else n: t for n, t in votes.items()}
         return OpenVotes(open_checkpoint(named), votes)
-    file = SafetensorsFile(Path(votes))
-    about = SignVotes({}, **votes_metadata(file.path, file.metadata))
-    check_integers(file)
-    return OpenVotes(_renamed_file(file, about.disk_names, known), about)
+    files, found = votes_files(Path(votes))
+    about = SignVotes({}, **found)
+    return OpenVotes(_renamed_files(Path(votes), files, about.disk_names, known), about)
 
 
 class Ballot:
@@ -128,13 +127,15 @@ class Ballot:
         return self.source.chunks(name, elements)
 
 
-def _renamed_file(file: SafetensorsFile, disk_names: Mapping[str, str], known: set[str]) -> Checkpoint:
-    """A votes file saved straight from a module carries module names; show it under on-disk names."""
-    checkpoint = SafetensorsCheckpoint(file.path, [file])
+def _renamed_files(
+    path: Path, files: list[SafetensorsFile], disk_names: Mapping[str, str], known: set[str]
+) -> Checkpoint:
+    """Votes saved straight from a module carry module names; show them under on-disk names."""
+    checkpoint = SafetensorsCheckpoint(path, files)
     if set(checkpoint.names()) <= known:
         return checkpoint
     return open_checkpoint(
-        {disk_names.get(n, n) if n not in known else n: file.read(n) for n in file.entries}
+        {disk_names.get(n, n) if n not in known else n: checkpoint.read(n) for n in checkpoint.names()}
     )
 
 

@@ -119,13 +119,8 @@ class SignVotes(Mapping[str, Tensor]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SignVotes:
-        from gradfix.checkpoints.safetensors_file import SafetensorsFile
-
-        file = SafetensorsFile(Path(path))
-        about = votes_metadata(file.path, file.metadata)
-        check_integers(file)
-        tensors = {name: file.read(name) for name in file.names_in_file_order()}
-        return cls(tensors, **about)
+        files, about = votes_files(Path(path))
+        return cls({name: f.read(name) for f in files for name in f.names_in_file_order()}, **about)
 
     def __repr__(self) -> str:
         return f"SignVotes({len(self)} tensors, {self.count} samples, {self.tie_rate():.1%} ties, rule {self.rule})"
@@ -151,6 +146,23 @@ def check_integers(file: SafetensorsFile) -> None:
     for name, entry in file.entries.items():
         if entry.info.dtype not in {dtype for _, dtype in LIMITS}:
             raise CorruptInput(f"{file.path}: votes for {name!r} are {entry.info.dtype}, not integers.")
+
+
+def votes_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, Any]]:
+    """The files of some votes (one, or a folder of shards) and what they say about themselves."""
+    from gradfix.checkpoints.open import SafetensorsCheckpoint, open_checkpoint
+    from gradfix.checkpoints.safetensors_file import SafetensorsFile
+
+    files = [SafetensorsFile(path)] if not path.is_dir() else []
+    if path.is_dir():
+        folder = open_checkpoint(path)
+        files = folder.shards if isinstance(folder, SafetensorsCheckpoint) else []
+    abouts = [votes_metadata(file.path, file.metadata) for file in files]
+    if not abouts or any(about != abouts[0] for about in abouts):
+        raise CorruptInput(f"{path} holds no votes, or shards of different votes; make them again.")
+    for file in files:
+        check_integers(file)
+    return files, abouts[0]
 
 
 def votes_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

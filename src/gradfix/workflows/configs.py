@@ -82,6 +82,9 @@ class VoteConfig(ShotOptions):
     base: str | None = option("Old base model; only needed for --select other than random.")
     vote: str = option("majority (of per-sample signs) or mean (sign of the summed gradient).", "majority")
     processes: int = option("Processes that share the samples.", 1)
+    sharded: bool = option("Split the model over the processes: for models that no device holds.", False)
+    replicas: int = option("With --sharded: how many times the processes hold the whole model.", 1)
+    recompute: bool = option("With --sharded: keep no activations inside layers, compute them twice.", False)
     resume: bool = option("Go on from an interrupted vote with the same settings.", True)
     dry_run: bool = option(DRY_RUN, False)
 

@@ -5,17 +5,27 @@ Both run `vote_as_rank`; rank 0 writes the file."""
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
+from gradfix.checkpoints.folder import target_fingerprint
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent
 from gradfix.errors import UsageError
 from gradfix.processes import Group, Step, in_processes, joined, report, together
+from gradfix.tasks.loading import BUILDER
+from gradfix.votes.build import Sharded, build_sharded
 from gradfix.votes.parallel import Batches, collect_in_parallel
+from gradfix.votes.saving import save_sharded
+from gradfix.votes.sharded import collect_sharded, mesh_of
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import VoteConfig
 from gradfix.workflows.guard import guard_outputs
-from gradfix.workflows.setting import draw, setting
+from gradfix.workflows.setting import Setting, Shots, draw, setting
 from gradfix.workflows.voting import VoteResult, on_disk, origin_of
 
 
@@ -32,24 +42,30 @@ def _noted(config: VoteConfig) -> tuple[str, ...]:
 def vote_as_rank(config: VoteConfig) -> VoteResult:
     """This process's part of the vote. Every process returns the sum; only rank 0 writes it."""
     with joined() as group:
-        return _vote(group, config)
+        try:
+            return _vote_sharded(group, config) if config.sharded else _vote(group, config)
+        finally:
+            gc.collect()  # FSDP's modules must be gone before their group is
+
+
+def _prepared(group: Group, config: VoteConfig, held: contextlib.ExitStack) -> tuple[Setting, Shots]:
+    """Checks, lock and examples; nothing of the model yet."""
+    if config.vote != "majority":
+        raise UsageError("--vote mean adds up real numbers, whose sum depends on the order: use one process.")
+    guard_outputs(config)
+    if group.leads:
+        make_parent(Path(config.out))
+        held.enter_context(locked(Path(config.out)))
+    start = setting(config)
+    return start, draw(start, config, base=config.base)
 
 
 def _vote(group: Group, config: VoteConfig) -> VoteResult:
     out = Path(config.out)
     with contextlib.ExitStack() as held:
         with together(group):
-            if config.vote != "majority":
-                raise UsageError(
-                    "--vote mean adds up real numbers, whose sum depends on the order: use one process."
-                )
-            guard_outputs(config)
-            if group.leads:
-                make_parent(out)
-                held.enter_context(locked(out))
             config = replace(config, device=group.device(config.device))
-            start = setting(config)
-            shots = draw(start, config, base=config.base)
+            start, shots = _prepared(group, config, held)
             bound = start.open(config.target)
         resume = out.with_name(f".{out.name}.{group.rank}-of-{group.size}.part") if config.resume else None
         votes = collect_in_parallel(
@@ -64,3 +80,47 @@ def _vote(group: Group, config: VoteConfig) -> VoteResult:
         if resume is not None:
             discard(resume)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
+
+
+def _vote_sharded(group: Group, config: VoteConfig) -> VoteResult:
+    """No process holds the model: each reads its slices, votes with the others and hands on its slices."""
+    config = replace(config, device=group.device(config.device))
+    out = Path(config.out)
+    built: list[Sharded] = []
+    with contextlib.ExitStack() as held:
+        with together(group):
+            start, shots = _prepared(group, replace(config, select="random"), held)
+            if config.select != "random":
+                raise UsageError(
+                    "--sharded takes random examples only: choose them first with `gradfix select`."
+                )
+            mesh = mesh_of(group, str(config.device), config.replicas)
+
+        def builder(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
+            built.append(
+                build_sharded(make, checkpoint, mesh, str(config.device), recompute=config.recompute)
+            )
+            return built[-1].model
+
+        token = BUILDER.set(builder)
+        try:
+            with together(group):
+                bound = start.open(config.target)
+        finally:
+            BUILDER.reset(token)
+        if len(built) != 1:
+            raise UsageError(f"--sharded knows transformers models only, not those of {config.target}.")
+        whole = built.pop()
+        batches = Batches(bound.collate, shots.fewshot, config.batch_size)
+        votes = collect_sharded(group, whole.model, whole.signs, bound.loss, batches, progress=report)
+        checkpoint = open_checkpoint(config.target)
+        with together(group):
+            about = origin_of(config, bound, shots.fewshot)
+            identity = target_fingerprint(checkpoint) if group.leads else ""
+        identity = group.gather(identity)[0]
+        save_sharded(
+            group, votes, whole.model, whole.names, checkpoint, out, target_hash=identity, origin=about
+        )
+    summary = SignVotes({}, votes.count, target_hash=identity, notes=tuple(votes.notes))
+    found = SignVotes.load(out) if group.leads and config.processes == 1 else summary
+    return VoteResult(out, found, (*shots.notes, *votes.notes))

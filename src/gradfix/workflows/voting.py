@@ -13,6 +13,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent
 from gradfix.data import Row
+from gradfix.errors import UsageError
 from gradfix.processes import launched
 from gradfix.tasks.base import Bound
 from gradfix.votes.collect import collect_votes
@@ -43,6 +44,10 @@ def _partial(out: Path) -> Path:
 @halving_batches(in_notes, _forget)
 def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     """Draw the few-shot set, ask the target's gradients, write the votes tied to the target's hash."""
+    if config.sharded and config.processes < 2 and not launched():
+        raise UsageError(
+            "--sharded splits the model over processes: give --processes N, or start with torchrun."
+        )
     if config.processes > 1 or launched():
         from gradfix.workflows.distributed import vote_as_rank, vote_in_processes
 
