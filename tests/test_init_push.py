@@ -402,3 +402,36 @@ main(sys.argv[1:])
 
 def test_push_options_are_declared_once():
     assert {field.name for field in fields(PushConfig)} == {"out", "repo", "private", "message", "dry_run"}
+
+
+def test_the_questions_appear_on_a_terminal(tmp_path):
+    """The real prompts, on a pseudo-terminal: an empty answer takes the default."""
+    import pty
+
+    master, slave = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "gradfix", "init"],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=tmp_path,
+        close_fds=True,
+    )
+    os.close(slave)
+    os.write(master, b"transport\nold\ntuned\nnew\ndata\nzero-shot\n\n\n\n")
+    said = b""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:  # Linux: the other end is gone
+            break
+        if not part:
+            break
+        said += part
+    assert child.wait(30) == 0, said
+    os.close(master)
+    assert b"The old base model." in said
+    made = settle(TransportConfig, {}, str(tmp_path / "transport.yml"))
+    assert made == TransportConfig(
+        base="old", tuned="tuned", target="new", data="data", task="zero-shot", out="transported"
+    )

@@ -39,8 +39,11 @@ def elsewhere(built, tmp_path_factory):
 
 def _python(site: Path, code: str) -> str:
     """-I: no PYTHONPATH, no current folder, and the paths below instead of the editable install."""
-    paths = [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    start = f"import sys; sys.path[:] = {paths!r} + [p for p in sys.path if 'main' not in p]; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
+    paths, sources = (
+        [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
+        str(ROOT / "src"),
+    )
+    start = f"import sys\nsys.path[:] = {paths!r} + [p for p in sys.path if p != {sources!r}]\n"
     done = subprocess.run(
         [sys.executable, "-I", "-c", start + code], cwd=site, capture_output=True, text=True, check=False
     )

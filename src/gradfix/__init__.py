@@ -60,12 +60,33 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from gradfix.align import ALIGNERS as ALIGNERS
+    from gradfix.align import Alignment as Alignment
     from gradfix.checkpoints.open import Checkpoint as Checkpoint
     from gradfix.checkpoints.open import open_checkpoint as open_checkpoint
+    from gradfix.checkpoints.write import verify as verify
+    from gradfix.comparison import compare as compare
     from gradfix.errors import GradfixError as GradfixError
+    from gradfix.finetuning import finetune as finetune
+    from gradfix.masks import MASKS as MASKS
+    from gradfix.merge_stream import merge_checkpoints as merge_checkpoints
+    from gradfix.merging import MERGES as MERGES
+    from gradfix.merging import consensus as consensus
+    from gradfix.merging import mask_then_merge as mask_then_merge
+    from gradfix.merging import merge as merge
+    from gradfix.merging import merge_then_mask as merge_then_mask
+    from gradfix.scale import ScaleCurve as ScaleCurve
     from gradfix.scale import search_scale as search_scale
+    from gradfix.scoring import evaluate as evaluate
+    from gradfix.selection import SELECTORS as SELECTORS
+    from gradfix.selection import select as select
+    from gradfix.stream import transport_checkpoint as transport_checkpoint
+    from gradfix.tasks.base import TASKS as TASKS
     from gradfix.taskvector import TaskVector as TaskVector
+    from gradfix.transported import Transported as Transported
     from gradfix.transported import apply as apply
     from gradfix.transported import transport as transport
+    from gradfix.votes.collect import ENGINES as ENGINES
+    from gradfix.votes.collect import collect_gradient as collect_gradient
     from gradfix.votes.collect import collect_votes as collect_votes
     from gradfix.votes.tally import SignVotes as SignVotes
