@@ -3,7 +3,7 @@
 Pages are run top to bottom in a folder of their own. `<!-- setup: NAME -->` on the first line fills it with
 tiny models; `<!-- needs: hub -->` before a block means that it is only checked for known options;
 `<!-- file: NAME -->` before a block writes it to a file. `python -m tests.test_docs --write` refreshes the
-module list of docs/architecture.md."""
+module list of docs/architecture.md and adds new pages to the navigation."""
 
 from __future__ import annotations
 
@@ -138,12 +138,15 @@ def test_nothing_remote_is_loaded(page):
     assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|link)\b", page.read_text(encoding="utf-8"))
 
 
-def test_every_guide_is_in_the_navigation():
-    import yaml
+def unlisted() -> set[str]:
+    """Pages that the navigation lacks, and names it has without a page."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
+    listed = set(re.findall(r"[\w/-]+\.md", nav))
+    return listed ^ {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
 
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = set(re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"])))
-    assert listed == {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+
+def test_every_page_is_in_the_navigation():
+    assert unlisted() == set(), "run `python -m tests.test_docs --write`"
 
 
 def first_line(path: Path) -> str:
@@ -188,6 +191,18 @@ def test_architecture_lists_the_tree():
     assert architecture()[1] == module_list(), "run `python -m tests.test_docs --write`"
 
 
+def list_pages() -> None:
+    """Put pages that are new into the navigation, before the log."""
+    path, last = ROOT / "mkdocs.yml", "      - Log: log.md\n"
+    text = path.read_text(encoding="utf-8")
+    for page in sorted(unlisted()):
+        title = re.search(r"^# (.+)$", (DOCS / page).read_text(encoding="utf-8"), re.M)
+        assert title, f"{page} has no title"
+        text = text.replace(last, f"      - {title.group(1)}: {page}\n{last}")
+    path.write_text(text, encoding="utf-8")
+
+
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    list_pages()
     before, _, after = architecture()
     (DOCS / "architecture.md").write_text(f"{before}{BEGIN}\n{module_list()}\n{END}{after}", encoding="utf-8")
