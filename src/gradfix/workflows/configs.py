@@ -85,8 +85,24 @@ class VoteConfig(ShotOptions):
     sharded: bool = option("Split the model over the processes: for models that no device holds.", False)
     replicas: int = option("With --sharded: how many times the processes hold the whole model.", 1)
     recompute: bool = option("With --sharded: keep no activations inside layers, compute them twice.", False)
+    offload: str | None = option("One device, model larger than memory: folder for weights that do not fit.")
+    max_memory: str | None = option("With --offload: memory the weights may take, as 20GiB.")
     resume: bool = option("Go on from an interrupted vote with the same settings.", True)
     dry_run: bool = option(DRY_RUN, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    target: str = option("The new base model.", required=True)
+    shots: int = option("Labelled examples per class.", 5)
+    classes: int = option("Number of classes.", 2)
+    tokens: int | None = option("Tokens per example; 128, or an image's own number of patches.")
+    batch_size: int = option("Samples per pass.", 16)
+    dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
+    device: str | None = option("cpu, cuda, cuda:1 ...; the best there is by default.")
+    devices: int = option("Devices (processes) at hand.", 1)
+    device_memory: float | None = option("Memory of one device in GiB; what is free here by default.")
+    tflops: float | None = option("Speed of one device in this dtype; measured here by default.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,6 +48,10 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
         raise UsageError(
             "--sharded splits the model over processes: give --processes N, or start with torchrun."
         )
+    if config.offload is not None:
+        from gradfix.workflows.offloading import vote_offloaded
+
+        return vote_offloaded(config, progress)
     if config.processes > 1 or launched():
         from gradfix.workflows.distributed import vote_as_rank, vote_in_processes
 

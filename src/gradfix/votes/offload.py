@@ -1,0 +1,224 @@
+"""Votes of a model larger than memory, on one device: weights come from disk layer by layer, twice a sample.
+
+Offloaded weights are placeholders between uses, and a hook on a placeholder never fires. So the fold is hung
+on the real weight each time it is brought in, every block is recomputed in the backward pass (otherwise the
+graph would keep all weights alive), and a weight that was not folded exactly once is an error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.votes.collect import finite_samples, left_as_it_was
+from gradfix.votes.loop import Batch, Loss, batch_size, samples
+from gradfix.votes.sharded import blocks
+from gradfix.votes.tally import SignVotes, dtype_for
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter name -> the first name of the same tensor; ask before the weights are offloaded."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def load_offloaded(
+    make: Callable[[], nn.Module],
+    source: Checkpoint,
+    folder: Path,
+    max_memory: Mapping[int | str, int | str] | None,
+) -> tuple[nn.Module, dict[str, str]]:
+    """The model with as many weights in memory as `max_memory` allows, the rest on disk; and its tied names."""
+    from accelerate import infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+
+    with init_empty_weights(include_buffers=False):
+        model = make()
+    getattr(model, "tie_weights", lambda: None)()
+    names = name_map(model, source.names())
+    if names.fused or any(name != disk for name, disk in names.renamed.items()):
+        raise UsageError(
+            f"the tensors of {source} have other names than its model's; it cannot be offloaded. Use --sharded."
+        )
+    kinds = sorted({type(block).__name__ for block in blocks(model)})
+    limits = None if max_memory is None else dict(max_memory)
+    device_map = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=kinds)
+    folder.mkdir(parents=True, exist_ok=True)
+    ties = canonical_names(model)
+    loaded: nn.Module = load_checkpoint_and_dispatch(
+        model, str(source.path), device_map=device_map, offload_folder=str(folder),
+        dtype=next(model.parameters()).dtype, no_split_module_classes=kinds,
+    ).eval()  # fmt: skip
+    return loaded, ties
+
+
+def collect_offloaded(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    names: Mapping[str, str] | None = None,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> SignVotes:
+    """What the loop engine gives, for a model whose weights are on disk.
+
+    `names` are the `canonical_names` from before it was dispatched, where weights are tied."""
+    folds = _Folds(model, names or canonical_names(model))
+    notes: list[str] = []
+    with left_as_it_was(model), folds:
+        for batch in batches:
+            good, skipped = finite_samples(model, loss, batch, first=folds.count + len(notes))
+            notes += skipped
+            if notes and len(notes) > 0.01 * (folds.count + batch_size(batch)):
+                raise DataError(f"{len(notes)} samples give a loss that is not finite, first {notes[0]}.")
+            for sample in samples(good) if good is not None else ():
+                with torch.enable_grad():
+                    value = loss(model, sample).sum()
+                value.backward()
+                folds.finish()
+            if progress is not None:
+                progress(batch_size(batch))
+    if folds.count == 0:
+        raise DataError("no samples to vote with; check the data and --shots.")
+    kind = dtype_for(folds.count)
+    return SignVotes({n: t.to(kind) for n, t in folds.votes.items()}, folds.count, notes=tuple(notes))
+
+
+class _Folds:
+    """The hooks of one vote: they fold signs as gradients finish, and count."""
+
+    def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
+        self.model, self.count = model, 0
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        voting = {n for n, p in parameters.items() if p.requires_grad and p.is_floating_point()}
+        self.names = {name: first for name, first in names.items() if name in voting}
+        uses = Counter(self.names.values())
+        self.shared = {name for name, number in uses.items() if number > 1}
+        self.sums: dict[str, Tensor] = {}  # gradients of tied weights, until all their uses have come in
+        self.seen: Counter[str] = Counter()
+        self.votes = {name: torch.zeros(parameters[name].shape, dtype=torch.int32) for name in uses}
+        self.hung: Counter[str] = Counter()
+        self.handles: list[Any] = []
+        self.undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        for prefix, module in self.model.named_modules():
+            own = {n: f"{prefix}.{n}" if prefix else n for n, _ in module.named_parameters(recurse=False)}
+            own = {n: full for n, full in own.items() if full in self.names}
+            if own:
+                before = getattr(module, "_hf_hook", None), module.forward
+                add_hook_to_module(module, _Fold(self, own), append=True)
+                self.undo.append(partial(_put_back, module, *before))
+        for block in blocks(self.model):
+            forward = block.forward
+            block.forward = _recomputed(forward)
+            self.undo.append(partial(setattr, block, "forward", forward))
+        config = getattr(self.model, "config", None)
+        if config is not None and getattr(config, "use_cache", False):
+            config.use_cache = False
+            self.undo.append(lambda: setattr(config, "use_cache", True))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for undo in reversed(self.undo):
+            undo()
+
+    def fold(self, name: str, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        canonical = self.names[name]
+        self.seen[canonical] += 1
+        if canonical in self.shared:
+            held = self.sums.get(canonical)
+            self.sums[canonical] = gradient.cpu() if held is None else held + gradient.cpu()
+            return
+        self._vote(canonical, gradient)
+
+    def _vote(self, name: str, gradient: Tensor) -> None:
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        self.votes[name].sub_(dense.sign().to("cpu", torch.int32))
+
+    def finish(self) -> None:
+        """After one sample's backward pass: sign the sums of tied weights, and count."""
+        for name, total in self.sums.items():
+            self._vote(name, total)
+        if not self.seen:
+            raise UnsafeResult(
+                "no weight was folded: no gradient reached the offloaded weights. Do they require gradients?"
+            )
+        for name in self.votes:
+            wanted = self.hung[name] if name in self.shared else 1
+            if self.seen[name] != max(wanted, 1):
+                raise UnsafeResult(
+                    f"weight {name!r} was folded {self.seen[name]} times for one sample instead of {wanted}: it is "
+                    "not used by the loss, or used more than once. Such models cannot be offloaded; use --sharded."
+                )
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.sums.clear()
+        self.seen.clear()
+        self.hung.clear()
+        self.count += 1
+
+    def hang(self, name: str, parameter: nn.Parameter) -> None:
+        """Wait for the gradient of a weight that was just brought in; tied ones may be one object or several."""
+        if getattr(parameter, "_hung_for", None) == self.count:
+            return
+        parameter._hung_for = self.count  # type: ignore[attr-defined]
+        parameter.grad = None
+        self.hung[self.names[name]] += 1
+        self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self.fold, name)))
+
+
+class _Fold(ModelHook):
+    """Runs after the weights of one module were brought in."""
+
+    def __init__(self, folds: _Folds, own: Mapping[str, str]) -> None:
+        self.folds, self.own = folds, dict(own)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.is_grad_enabled():
+            for name, full in self.own.items():
+                parameter = getattr(module, name)
+                if parameter.requires_grad and parameter.device.type != "meta":
+                    self.folds.hang(full, parameter)
+        return args, kwargs
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Reentrant on purpose: the first pass keeps neither activations nor weights."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        first, *rest = args
+        if not first.requires_grad:
+            first = first.detach().requires_grad_()
+        return checkpoint(lambda *given: forward(*given, **kwargs), first, *rest, use_reentrant=True)
+
+    return run
+
+
+def _put_back(module: nn.Module, hook: Any, forward: Callable[..., Any]) -> None:
+    module.forward = forward
+    if hook is None:
+        del module._hf_hook
+        if hasattr(module, "_old_forward"):
+            del module._old_forward
+    else:
+        module._hf_hook = hook

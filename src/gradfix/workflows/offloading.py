@@ -1,0 +1,56 @@
+"""`gradfix vote --offload`: one device, weights that do not fit stay on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.write import locked, make_parent
+from gradfix.errors import UsageError
+from gradfix.processes import launched
+from gradfix.tasks.loading import BUILDER
+from gradfix.votes.offload import collect_offloaded, load_offloaded
+from gradfix.workflows.configs import VoteConfig
+from gradfix.workflows.guard import guard_outputs
+from gradfix.workflows.setting import device_of, draw, setting
+from gradfix.workflows.voting import Step, VoteResult, on_disk, origin_of
+
+
+def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResult:
+    """The votes of the loop engine; weights are read from disk twice for every sample."""
+    if config.processes > 1 or launched() or config.sharded:
+        raise UsageError("--offload is for one process; several processes split the model with --sharded.")
+    if config.vote != "majority":
+        raise UsageError("--vote mean is not there for offloaded models.")
+    guard_outputs(config)
+    start = setting(config)
+    shots = draw(start, config, base=config.base)
+    out = Path(config.out)
+    make_parent(out)
+    device = device_of(config.device)
+    limit = config.max_memory
+    limits = None if limit is None else {"cpu" if device == "cpu" else 0: limit}
+    ties: dict[str, str] = {}
+
+    def builder(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
+        model, found = load_offloaded(make, checkpoint, Path(str(config.offload)), limits)
+        ties.update(found)
+        return model
+
+    with locked(out):
+        token = BUILDER.set(builder)
+        try:
+            bound = start.open(config.target)
+        finally:
+            BUILDER.reset(token)
+        if not ties:
+            raise UsageError(f"--offload knows transformers models only, not those of {config.target}.")
+        votes = collect_offloaded(
+            bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size), ties, progress=progress
+        )
+        votes = on_disk(votes, bound, config.target, origin_of(config, bound, shots.fewshot))
+        votes.save(out)
+    return VoteResult(out, votes, (*shots.notes, *votes.notes))
