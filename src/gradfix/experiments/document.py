@@ -23,10 +23,12 @@ a million weights, three corruptions of clothing images as tasks, and two target
 nothing with the old base but the architecture, as in the paper; "related" was continued from the same ancestor. A
 claim that fails here may hold at the paper's scale and the other way round; this page says what was measured.
 
-Made by `{command}` ({words}); {minutes:.0f} minutes of measuring in all, shared by two processes.
-A difference counts from one point of accuracy upwards; "at zero-shot level" means within two points. A claim
-**holds** when it does on every task and budget measured, **holds partly** when it does on some, **does not hold** when
-it does on none.
+Made by `{command}`: {words}, {minutes:.0f} minutes of
+measuring (wall time of all measurements added up; two processes share them, and a busy machine takes longer).
+
+A difference counts from one point of accuracy upwards; "at the level" and "near" mean within two points. A claim
+**holds** when it does in every comparison made for it (each task, each budget), **holds partly** when it does in some,
+**does not hold** when it does in none.
 
 Where the protocol differs from the paper's: alpha is chosen on validation images and never on test, 0 is always a
 candidate ("do not transport"), and a few-shot fine-tune with tuned rate and steps stands beside the paper's single

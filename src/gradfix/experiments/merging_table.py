@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradfix.experiments import paper
 from gradfix.experiments.lab import Answer, Book
-from gradfix.experiments.registry import Line, accuracy_table, experiment, fixed_line
+from gradfix.experiments.registry import Line, accuracy_table, both, experiment, fixed_line
 from gradfix.experiments.tables import CLEAR, Claim, Table, better, points, verdict
 
 COMBINERS = {"task_arithmetic": "task arithmetic", "ties": "TIES"}
@@ -73,27 +73,29 @@ def _accuracies(answer: Answer, tasks: tuple[str, ...]) -> dict[str, float]:
 def _claims(lines: dict[tuple[str, str, str], Line], zero: Line) -> list[Claim]:
     claims = []
     for setting, combiner in [key[:2] for key in lines if key[2] == "baseline"]:
-        base, first, last = (lines[setting, combiner, p] for p in PIPELINES)
+        base, mask_first, merge_first = (lines[setting, combiner, pipeline] for pipeline in PIPELINES)
         where = f"{SETTINGS[setting]}, {COMBINERS[combiner]}"
-        start = [zero.per_task[task] for task in base.values]
-        near = [
-            abs((a or 0.0) - (b or 0.0)) <= 2 * CLEAR
-            for a, b in zip(base.per_task.values(), start, strict=True)
-        ]
-        a, b, c = base.mean or 0.0, first.mean or 0.0, last.mean or 0.0
         if setting == "tasks":
-            claims.append(Claim(f"{where}: merging without a mask stays near zero-shot.", verdict(near),
-                                f"mean {points(base.mean, zero.mean)} zero-shot"))  # fmt: skip
-        claims.append(Claim(f"{where}: masking improves on the baseline, either way."
-                            if setting == "tasks" else f"{where}: mask-then-merge improves on the baseline.",
-                            verdict([better(b, a), better(c, a)] if setting == "tasks" else [better(b, a)]),
-                            f"mean {b:.1f} (mask, then merge) and {c:.1f} (merge, then mask) against {a:.1f}"))  # fmt: skip
-        better_order = (c, b) if setting == "tasks" else (b, c)
-        names = (
-            ("merge-then-mask", "mask-then-merge")
-            if setting == "tasks"
-            else ("mask-then-merge", "merge-then-mask")
-        )
-        claims.append(Claim(f"{where}: {names[0]} beats {names[1]}.", verdict([better(*better_order)]),
-                            f"mean {points(*better_order)}"))  # fmt: skip
+            near = [abs(a - b) <= 2 * CLEAR for a, b in both(base, zero)]
+            claims.append(
+                Claim(
+                    f"{where}: merging without a mask stays near zero-shot.",
+                    verdict(near),
+                    f"mean {points(base.mean, zero.mean)} zero-shot",
+                )
+            )
+        winner, other = (merge_first, mask_first) if setting == "tasks" else (mask_first, merge_first)
+        claims += [
+            _beats(f"{where}: {_order(winner)} improves on merging without a mask.", winner, base),
+            _beats(f"{where}: {_order(winner)} beats {_order(other)}.", winner, other),
+        ]
     return claims
+
+
+def _order(line: Line) -> str:
+    return "merge-then-mask" if line.name.endswith("then mask") else "mask-then-merge"
+
+
+def _beats(sentence: str, left: Line, right: Line) -> Claim:
+    wins = [better(a, b) for a, b in both(left, right)]
+    return Claim(sentence, verdict(wins), f"mean {points(left.mean, right.mean)}")

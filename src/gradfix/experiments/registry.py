@@ -70,6 +70,12 @@ class Line:
         return mean([deviation(found) for found in self.values.values()])
 
 
+def both(left: Line, right: Line) -> list[tuple[float, float]]:
+    """Means per task where both were measured."""
+    pairs = [(value, right.per_task.get(task)) for task, value in left.per_task.items()]
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
+
+
 def fixed_line(book: Book, pair: str, method: str) -> Line:
     values = {task: [_accuracy(book.fixed(pair, task, method))] for task in book.suite.tasks(pair)}
     known = paper.accuracies(book.suite.paper_model(pair), method)

@@ -54,13 +54,22 @@ class Reproduction:
         shown = []
         for table in self.content.values():
             label = table["paper"].get("label", "")
-            shown.append((f"{label}: {table['title']}", list(table["header"]), text_rows(table["rows"])))
+            header, rows = _narrow(list(table["header"]), text_rows(table["rows"]))
+            shown.append((f"{label}: {table['title']}", header, rows))
         claims = [
-            [claim["text"], claim["holds"] or "not measured", claim["evidence"]]
+            [f"{claim['text']} ({claim['evidence']})", claim["holds"] or "not measured"]
             for table in self.content.values()
             for claim in table["claims"]
         ]
-        return [*shown, ("Claims of the paper", ["claim", "verdict here", "figures"], claims)]
+        return [*shown, ("Claims of the paper", ["claim", "verdict here"], claims)]
+
+
+def _narrow(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """Pair and method in one column: a terminal is narrow."""
+    if header[:2] != ["pair", "method"]:
+        return header, rows
+    several = len({row[0] for row in rows}) > 1
+    return header[1:], [[f"{row[0]}: {row[1]}" if several else row[1], *row[2:]] for row in rows]
 
 
 @dataclass(frozen=True)

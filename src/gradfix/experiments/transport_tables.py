@@ -7,7 +7,7 @@ from statistics import median
 
 from gradfix.experiments import paper
 from gradfix.experiments.lab import Book
-from gradfix.experiments.registry import Line, accuracy_table, experiment, fixed_line, seeded_line
+from gradfix.experiments.registry import Line, accuracy_table, both, experiment, fixed_line, seeded_line
 from gradfix.experiments.suite import Suite
 from gradfix.experiments.tables import CLEAR, Cell, Claim, Table, better, points, verdict
 
@@ -57,7 +57,7 @@ def _transport_claims(
     pair: str, fixed: dict[str, Line], budgeted: dict[tuple[str, int], Line], budgets: Sequence[int]
 ) -> list[Claim]:
     zero, naive = fixed["zero_shot"], fixed["naive"]
-    same = [abs(a - b) <= 2 * CLEAR for a, b in _both(naive, zero)]
+    same = [abs(a - b) <= 2 * CLEAR for a, b in both(naive, zero)]
     first, last = budgets[0], budgets[-1]
     return [
         Claim(
@@ -67,8 +67,14 @@ def _transport_claims(
         ),
         Claim(
             f"{pair}: GradFix beats plain addition with {first} example per class.",
-            verdict([better(a, b) for a, b in _both(budgeted["gradfix", first], naive)]),
+            verdict([better(a, b) for a, b in both(budgeted["gradfix", first], naive)]),
             f"mean {points(budgeted['gradfix', first].mean, naive.mean)}",
+        ),
+        _beats(
+            pair,
+            "one AdamW step at 1e-5 already improves on the untouched target.",
+            [(budgeted["one_step", k], zero) for k in budgets],
+            last,
         ),
         _beats(
             pair,
@@ -85,24 +91,18 @@ def _transport_claims(
         _beats(pair, "GradFix beats TransFusion.", [(budgeted["gradfix", k], fixed["transfusion"]) for k in budgets], last),
         Claim(
             f"{pair}: the oracle mask is an upper bound of GradFix.",
-            verdict([a + CLEAR >= b for a, b in _both(fixed["oracle"], budgeted["gradfix", last])]),
+            verdict([a + CLEAR >= b for a, b in both(fixed["oracle"], budgeted["gradfix", last])]),
             f"mean {points(fixed['oracle'].mean, budgeted['gradfix', last].mean)} at {last} per class",
         ),
     ]  # fmt: skip
 
 
 def _beats(pair: str, text: str, lines: Sequence[tuple[Line, Line]], last: int) -> Claim:
-    wins = [better(a, b) for ours, theirs in lines for a, b in _both(ours, theirs)]
+    wins = [better(a, b) for ours, theirs in lines for a, b in both(ours, theirs)]
     ours, theirs = lines[-1]
     return Claim(
         f"{pair}: {text}", verdict(wins), f"mean {points(ours.mean, theirs.mean)} at {last} per class"
     )
-
-
-def _both(left: Line, right: Line) -> list[tuple[float, float]]:
-    """Means per task where both were measured."""
-    pairs = [(left.per_task[task], right.per_task.get(task)) for task in left.per_task]
-    return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 @experiment("seeds", "Spread over seeds, all budgets")
@@ -137,7 +137,7 @@ def _seed_claims(pair: str, found: dict[tuple[str, int], Line], budgets: Sequenc
     ]
     first, last = found["gradfix", budgets[0]], found["gradfix", budgets[-1]]
     shown = ", ".join(f"{a:.1f} against {b:.1f}" for a, b in steadier)
-    gains = [better(b, a) for a, b in _both(first, last)]
+    gains = [better(b, a) for a, b in both(first, last)]
     return [
         Claim(
             f"{pair}: GradFix varies less over seeds than the AdamW step.",
@@ -171,8 +171,8 @@ def alphas(book: Book) -> Table:
         oracle += list(best.values())
         rows.append([pair, "GradFix", shots, *(ours.get(task) for task in tasks)])
         rows.append([pair, "oracle", None, *(best.get(task) for task in tasks)])
-        shown = ", ".join(f"{task} {value:g}" for task, value in known.items())
-        rows.append([pair, f"paper ({shown})", None, *(known.get(task) for task in tasks)])
+        if set(known) & set(tasks):
+            rows.append([pair, "paper", None, *(known.get(task) for task in tasks)])
     top = max(book.grid.search.alphas)
     claims = [
         Claim(
@@ -184,4 +184,12 @@ def alphas(book: Book) -> Table:
               f"between {min(oracle):g} and {max(oracle):g}"),
     ]  # fmt: skip
     header = ["pair", "method", "per class", *tasks]
-    return Table("Chosen alpha per task", header, rows, {"label": paper.LABELS["alphas"]}, claims)
+    models = dict.fromkeys(book.suite.paper_model(pair) for pair in book.suite.pairs)
+    notes = [
+        f"The paper's alphas for {model}: "
+        + ", ".join(f"{t} {a:g}" for t, a in paper.ALPHAS[model].items())
+        + "."
+        for model in models
+    ]
+    label = {"label": paper.LABELS["alphas"], "figures": {model: paper.ALPHAS[model] for model in models}}
+    return Table("Chosen alpha per task", header, rows, label, claims, notes=notes)
