@@ -138,6 +138,14 @@ def test_nothing_remote_is_loaded(page):
     assert not re.search(r"!\[[^]]*\]\(https?:|<(?:img|script|link)\b", page.read_text(encoding="utf-8"))
 
 
+def test_every_public_name_is_in_the_reference():
+    import gradfix
+
+    text = (DOCS / "api.md").read_text(encoding="utf-8") + (SOURCE / "errors.py").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text))
+    assert set(gradfix.__all__) - {"__version__"} <= words
+
+
 def unlisted() -> set[str]:
     """Pages that the navigation lacks, and names it has without a page."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
