@@ -87,6 +87,20 @@ def _vote(config: configs.VoteConfig, *, json_out: str | None, quiet: bool) -> N
         quiet or json_out == "-")  # fmt: skip
 
 
+def _plan(config: configs.PlanConfig, *, json_out: str | None, quiet: bool) -> None:
+    from gradfix.workflows.planning import run_plan
+
+    result = run_plan(config)
+    write_json(result.as_json(), json_out)
+    quiet = quiet or json_out == "-"
+    header = ("way to vote (* chosen)", "devices", "memory per device", "time", "operations")
+    table(f"{config.target}: {result.samples} samples", header, result.rows(), quiet)
+    disk = {name.replace("_", " "): f"{size / 2**30:.2f} GiB" for name, size in result.disk.items()}
+    table("disk", ("", ""), list(disk.items()), quiet)
+    if not result.fits:
+        say("no way fits the memory there is: more --devices, or --dtype bf16", quiet)
+
+
 def _evaluate(config: configs.EvaluateConfig, *, json_out: str | None, quiet: bool) -> None:
     from gradfix.workflows.scoring import run_evaluate
 
@@ -257,6 +271,7 @@ COMMANDS: dict[str, tuple[type[Any], Any, str]] = {
         _or_plan(_vote),
         "Take a target's votes and save them for any number of transports.",
     ),
+    "plan": (configs.PlanConfig, _plan, "What a vote and a transport will need, before anything is loaded."),
     "merge": (
         configs.MergeConfigOptions,
         _merge,
