@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from typing import Any
+
+from torch import nn
 
 from arenas import NumbersBound, network, rows, trained
 from gradfix.arena import Arena
@@ -24,19 +27,24 @@ GRID = Grid(
 SHIFTS = {"near": 0.6, "far": 0.8}
 
 
+@cache
+def _models() -> tuple[nn.Module, nn.Module, dict[tuple[str, str], nn.Module]]:
+    base, target = (trained(network(seed), rows(90, seed, 0.0), 20, 0.01) for seed in (1, 2))
+    tuned = {
+        (name, task): trained(model, rows(90, 4, shift), 20, 0.01)
+        for name, model in (("base", base), ("target", target))
+        for task, shift in SHIFTS.items()
+    }
+    return base, target, tuned
+
+
 class Miniature(Suite):
     name, domain, grid = "miniature", "vision", GRID
     pairs = ("only",)  # type: ignore[assignment]
     opened = 0
 
     def __init__(self) -> None:
-        self.base = trained(network(1), rows(90, 1, 0.0), 20, 0.01)
-        self.target = trained(network(2), rows(90, 2, 0.0), 20, 0.01)
-        self.tuned = {
-            (name, task): trained(model, rows(90, 4, shift), 20, 0.01)
-            for name, model in (("base", self.base), ("target", self.target))
-            for task, shift in SHIFTS.items()
-        }
+        self.base, self.target, self.tuned = _models()
 
     def tasks(self, pair: str) -> tuple[str, ...]:
         return tuple(SHIFTS)
