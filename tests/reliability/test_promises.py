@@ -501,3 +501,20 @@ def test_compare_keeps_units_of_other_task_settings_apart(world: World) -> None:
     assert identity() == identity()
     assert identity() != identity(pooling="cls")
     assert identity() != identity(max_length=3)
+
+
+def test_code_named_by_a_known_model_does_not_run_either(world: World) -> None:
+    """The family's own classes are used where there are any; the named ones are never imported."""
+    canary = world.home / "canary"
+    code = f"open({str(canary)!r}, 'w').close()\nclass Evil: pass\n"
+    (world.target / "evil.py").write_text(code)
+    for file, names in (
+        ("config.json", {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}),
+        ("tokenizer_config.json", {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}),
+    ):
+        path = world.target / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": names}))
+    said = say(world.arguments())
+    assert said.code in (0, 3), said
+    assert not canary.exists()
+    assert "evil.py" not in [path.name for path in world.out.glob("*")]

@@ -10,6 +10,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 INTERRUPTED = 130
 
@@ -75,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
     return code
 
 
-def _as_note(message: Warning | str, *_: object) -> None:
+def _as_note(message: Warning | str, *_: Any, **__: Any) -> None:
     """A warning is one line for the user, without the source line that raised it."""
     from gradfix.cli.console import say_notes
 
