@@ -136,8 +136,8 @@ def finetune_part(args: argparse.Namespace, model: str, task: str) -> None:
 
 def compare_part(args: argparse.Namespace, task: str, source: str, regime: str) -> None:
     import gradfix.tasks  # noqa: F401
-    from gradfix.comparison import compare
-    from gradfix.searching import Search
+    from gradfix.comparison.running import compare
+    from gradfix.comparison.searching import Search
 
     target = MODELS[1 - MODELS.index(source)]
     out = args.work / f"rows-{task}-{source}-{regime}.jsonl"

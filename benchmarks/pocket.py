@@ -30,9 +30,9 @@ def main() -> None:
 
     from gradfix import pocket
     from gradfix.checkpoints.folder import versions
-    from gradfix.comparison import compare
+    from gradfix.comparison.running import compare
+    from gradfix.comparison.searching import Search
     from gradfix.data import load_data
-    from gradfix.searching import Search
 
     torch.set_num_threads(1)
     search = replace(Search.quick(), rates=(1e-4, 3e-4, 1e-3), steps=(10, 20, 40))

@@ -6,9 +6,9 @@ import torch
 
 import gradfix
 from gradfix import pocket
+from gradfix.comparison.searching import Search
 from gradfix.data import load_data
 from gradfix.report import write_report
-from gradfix.searching import Search
 
 torch.set_num_threads(1)
 folders = pocket.materialise(Path("models"))

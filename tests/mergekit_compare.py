@@ -25,10 +25,10 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradfix.bundles import Place
-from gradfix.merge_rules import _uniform
-from gradfix.merge_stream import Vector, merge_checkpoints
-from gradfix.mergeconfig import from_mergekit
+from gradfix.merging.bundles import Place
+from gradfix.merging.recipes import from_mergekit
+from gradfix.merging.rules import _uniform
+from gradfix.merging.stream import Vector, merge_checkpoints
 from gradfix.taskvector import TaskVector
 
 SEED = 7

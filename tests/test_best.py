@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradfix.arena import restored
-from gradfix.best import Best, best
-from gradfix.comparison import compare
-from gradfix.distil import (
+from gradfix.best.distil import (
     Lesson,
     Recipe,
     answers,
@@ -24,11 +21,14 @@ from gradfix.distil import (
     typical_size,
     unbiased_divergence,
 )
+from gradfix.best.recipe import Best, best
+from gradfix.best.remix import remix
+from gradfix.best.teacher import teacher_of
+from gradfix.comparison.arena import restored
+from gradfix.comparison.running import compare
 from gradfix.errors import DataError, UsageError
-from gradfix.remix import remix
 from gradfix.tasks.base import Bound
 from gradfix.taskvector import TaskVector
-from gradfix.teacher import teacher_of
 from gradfix.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
 

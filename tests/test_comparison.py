@@ -11,13 +11,13 @@ import torch
 
 from arenas import LABELS, dataset, rows, setting
 from gradfix import comparison
-from gradfix.arena import Arena
-from gradfix.comparison import compare
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.methods import METHODS
+from gradfix.comparison.results import Results
+from gradfix.comparison.running import compare
+from gradfix.comparison.searching import Score, Search, Setting
 from gradfix.data import load_data
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
-from gradfix.methods import METHODS
-from gradfix.results import Results
-from gradfix.searching import Score, Search, Setting
 from gradfix.taskvector import TaskVector
 
 SMALL = Search(alphas=(0.5, 1.0), wider=(2.0,), probes=(1.0,), margins=(0.0, 0.5, 1.0), rates=(1e-3, 1e-2),
@@ -214,7 +214,7 @@ def test_another_setting_reads_no_old_unit(given, tmp_path):
 
 def test_costs_count_the_passes(given, validated):
     """Measured FLOPs of GradFix: the vote, and every alpha on the validation split."""
-    from gradfix.costs import flops
+    from gradfix.comparison.costs import flops
 
     parameters = sum(p.numel() for p in given["target"].model.parameters())
     row = next(row for row in validated.rows if row["method"] == "gradfix")

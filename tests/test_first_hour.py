@@ -109,7 +109,7 @@ def test_objects_show_themselves_in_a_notebook(clean):
     import torch
 
     import gradfix
-    from gradfix.results import Results
+    from gradfix.comparison.results import Results
     from gradfix.scale import ScaleCurve
     from tests.test_results import BASE, row
 

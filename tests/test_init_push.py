@@ -74,7 +74,7 @@ def test_compare_file_holds_lists(tmp_path):
 
 
 def test_merge_file_is_a_recipe(tmp_path):
-    from gradfix.mergeconfig import MergeRecipe, load_recipe
+    from gradfix.merging.recipes import MergeRecipe, load_recipe
 
     out = tmp_path / "m.yml"
     run_init(
@@ -235,7 +235,7 @@ DRY = {
 
 @pytest.mark.parametrize("command", sorted(DRY))
 def test_a_dry_run_checks_and_writes_nothing(command, moved, capsys):
-    from gradfix.results import Results
+    from gradfix.comparison.results import Results
     from tests.test_results import BASE
 
     Results.build(BASE, versions={}).save("results.json")

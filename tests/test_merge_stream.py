@@ -14,8 +14,8 @@ from torch import Tensor
 
 import gradfix
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
-from gradfix.merge_stream import Vector, merge_checkpoints
-from gradfix.merging import MERGES, mask_then_merge, merge, merge_then_mask
+from gradfix.merging.memory import MERGES, mask_then_merge, merge, merge_then_mask
+from gradfix.merging.stream import Vector, merge_checkpoints
 from gradfix.taskvector import TaskVector
 from gradfix.votes.tally import SignVotes
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import gradfix
 import gradfix.workflows.merging as workflow
 from gradfix.errors import DataError, UsageError
-from gradfix.merge_stream import Vector, merge_checkpoints
-from gradfix.mergeconfig import load_recipe
+from gradfix.merging.recipes import load_recipe
+from gradfix.merging.stream import Vector, merge_checkpoints
 from gradfix.workflows.configs import MergeConfigOptions
 from gradfix.workflows.merging import run_merge, run_merge_command
 from tiny import save_tiny, toy_texts, write_rows

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gradfix.errors import CorruptInput, UsageError
-from gradfix.mergeconfig import from_mergekit, load_recipe
+from gradfix.merging.recipes import from_mergekit, load_recipe
 from gradfix.yamlfile import load_yaml
 
 RECIPE = """

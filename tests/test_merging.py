@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import gradfix.bundles
-import gradfix.merging
+import gradfix.merging.bundles
+import gradfix.merging.memory
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.merging import MERGES, consensus, mask_then_merge, merge, merge_then_mask
-from gradfix.ranks import magnitudes_at
+from gradfix.merging.memory import MERGES, consensus, mask_then_merge, merge, merge_then_mask
+from gradfix.merging.ranks import magnitudes_at
 from gradfix.taskvector import TaskVector
 from gradfix.transported import transport
 from gradfix.votes.tally import SignVotes
@@ -71,7 +71,7 @@ def trim(row: Tensor, density: float) -> Tensor:
 # Small pieces, so that every test crosses piece borders.
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gradfix.bundles, gradfix.merge_rules):
+    for module in (gradfix.merging.bundles, gradfix.merging.rules):
         monkeypatch.setattr(module, "CHUNK", 16)
 
 
@@ -249,7 +249,7 @@ def test_piece_size_does_not_matter(method: str, monkeypatch: pytest.MonkeyPatch
         pytest.skip("the piece is the unit of randomness")
     taus = vectors(11)
     small = flat(run(method, taus))
-    for module in (gradfix.bundles, gradfix.merge_rules):
+    for module in (gradfix.merging.bundles, gradfix.merging.rules):
         monkeypatch.setattr(module, "CHUNK", 1 << 18)
     assert torch.allclose(flat(run(method, taus)), small, rtol=1e-12)
 

@@ -13,7 +13,7 @@ from tests.test_init_push import DRY
 
 
 def results():
-    from gradfix.results import Results
+    from gradfix.comparison.results import Results
     from tests.test_results import BASE
 
     curve = {

@@ -17,7 +17,7 @@ _HOMES = {
     "ENGINES": "gradfix.votes.collect",
     "GradfixError": "gradfix.errors",
     "MASKS": "gradfix.masks",
-    "MERGES": "gradfix.merging",
+    "MERGES": "gradfix.merging.memory",
     "SELECTORS": "gradfix.selection",
     "TASKS": "gradfix.tasks.base",
     "ScaleCurve": "gradfix.scale",
@@ -27,14 +27,14 @@ _HOMES = {
     "apply": "gradfix.transported",
     "collect_gradient": "gradfix.votes.collect",
     "collect_votes": "gradfix.votes.collect",
-    "compare": "gradfix.comparison",
-    "consensus": "gradfix.merging",
+    "compare": "gradfix.comparison.running",
+    "consensus": "gradfix.merging.memory",
     "evaluate": "gradfix.scoring",
     "finetune": "gradfix.finetuning",
-    "mask_then_merge": "gradfix.merging",
-    "merge": "gradfix.merging",
-    "merge_checkpoints": "gradfix.merge_stream",
-    "merge_then_mask": "gradfix.merging",
+    "mask_then_merge": "gradfix.merging.memory",
+    "merge": "gradfix.merging.memory",
+    "merge_checkpoints": "gradfix.merging.stream",
+    "merge_then_mask": "gradfix.merging.memory",
     "open_checkpoint": "gradfix.checkpoints.open",
     "search_scale": "gradfix.scale",
     "select": "gradfix.selection",
@@ -65,16 +65,16 @@ if TYPE_CHECKING:
     from gradfix.checkpoints.open import Checkpoint as Checkpoint
     from gradfix.checkpoints.open import open_checkpoint as open_checkpoint
     from gradfix.checkpoints.write import verify as verify
-    from gradfix.comparison import compare as compare
+    from gradfix.comparison.running import compare as compare
     from gradfix.errors import GradfixError as GradfixError
     from gradfix.finetuning import finetune as finetune
     from gradfix.masks import MASKS as MASKS
-    from gradfix.merge_stream import merge_checkpoints as merge_checkpoints
-    from gradfix.merging import MERGES as MERGES
-    from gradfix.merging import consensus as consensus
-    from gradfix.merging import mask_then_merge as mask_then_merge
-    from gradfix.merging import merge as merge
-    from gradfix.merging import merge_then_mask as merge_then_mask
+    from gradfix.merging.memory import MERGES as MERGES
+    from gradfix.merging.memory import consensus as consensus
+    from gradfix.merging.memory import mask_then_merge as mask_then_merge
+    from gradfix.merging.memory import merge as merge
+    from gradfix.merging.memory import merge_then_mask as merge_then_mask
+    from gradfix.merging.stream import merge_checkpoints as merge_checkpoints
     from gradfix.scale import ScaleCurve as ScaleCurve
     from gradfix.scale import search_scale as search_scale
     from gradfix.scoring import evaluate as evaluate

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.bundles import Bundle, Place, Rule
 from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.errors import CorruptInput
+from gradfix.merging.bundles import Bundle, Place, Rule
 from gradfix.pieces import all_finite, nonzeros
 from gradfix.preflight import Plan
 from gradfix.threads import ahead, piece_workers

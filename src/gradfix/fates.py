@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradfix.descent import cosine_after
-from gradfix.pieces import differing, nonzeros
+from gradfix.pieces import nonzeros
 from gradfix.transported import share
 
 
@@ -27,11 +27,10 @@ class Fate:
     base_tau: float = 0.0
     base_target: float = 0.0
 
-    def count(self, before: Tensor, delta: Tensor, masked: Tensor, moved: Tensor, target: Tensor) -> None:
+    def count(self, before: Tensor, delta: Tensor, masked: Tensor, goal: Tensor) -> None:
+        """One piece, all in the dtype of the arithmetic; what survives rounding is counted by the caller."""
         self.nonzero += nonzeros(delta)
         self.kept += nonzeros(masked)
-        self.survived += differing(moved, target)
-        goal = target.to(before.dtype)
         self.tau_square += float(torch.dot(delta, delta))
         self.base_square += float(torch.dot(before, before))
         self.target_square += float(torch.dot(goal, goal))

@@ -166,7 +166,7 @@ def tuned_few_shot(
     """Few-shot fine-tuning at the rate and step count that `score` likes best; no step at all is a candidate.
 
     One run per rate serves all step counts. Of equals, the first tried wins. The model is left as it was."""
-    from gradfix.fewshot import tune
+    from gradfix.comparison.fewshot import tune
 
     with _restored(bound.model) as before:
         best_score, best = score(bound.model), _difference(before, before)

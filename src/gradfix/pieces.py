@@ -5,6 +5,7 @@ The counts and checks run once per piece of every input, so they are the quick o
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,3 +61,24 @@ def all_finite(piece: Tensor) -> bool:
     """No NaN and no Inf: a finite sum says so at once, any other is looked into."""
     wide = torch.promote_types(piece.dtype, torch.float32)
     return math.isfinite(float(piece.sum(dtype=wide))) or bool(torch.isfinite(piece).all())
+
+
+class Buffers(threading.local):
+    """Wide copies of pieces in memory that every thread uses again: fresh pages cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def wide(self, *pieces: Tensor) -> list[Tensor]:
+        """Copies in float32, or float64 where a piece is; they hold until the next call in this thread.
+
+        All but the last share one dtype."""
+        first = torch.float64 if any(p.dtype is torch.float64 for p in pieces[:-1]) else torch.float32
+        kinds = [first] * (len(pieces) - 1) + [torch.promote_types(pieces[-1].dtype, torch.float32)]
+        return [self._copy(place, p, kind) for place, (p, kind) in enumerate(zip(pieces, kinds, strict=True))]
+
+    def _copy(self, place: int, piece: Tensor, kind: torch.dtype) -> Tensor:
+        held = self._held.get((place, kind))
+        if held is None or held.numel() < piece.numel():
+            held = self._held[place, kind] = torch.empty(piece.numel(), dtype=kind)
+        return held[: piece.numel()].copy_(piece)

@@ -26,6 +26,7 @@ LOGIT_COPIES = 3.0  # logits, their float32 copy, and the softmax or its gradien
 EFFICIENCY = 0.6  # of the measured matrix product, reached by whole passes
 READ_BYTES_PER_SECOND = 1.0e9
 HASH_BYTES_PER_SECOND = 1.5e9
+SLACK = 24 * 2**20  # allocator, hashing and writing
 START_SECONDS = 6.0  # imports, tokenizer, examples
 
 
@@ -41,6 +42,7 @@ class Shape:
     inner: int
     vocabulary: int
     tokens: int
+    shared: bool = False  # is the largest tensor used in two places?
 
     @property
     def block(self) -> int:
@@ -67,6 +69,7 @@ def shape_of(checkpoint: Checkpoint, tokens: int | None = None) -> Shape:
         inner=_first(config, "intermediate_size", "d_ff", "n_inner", default=4 * hidden),
         vocabulary=0 if image else _first(config, "vocab_size", default=0),
         tokens=tokens or own,
+        shared=bool(config.get("tie_word_embeddings") or config.get("is_encoder_decoder")),
     )
 
 
@@ -120,6 +123,8 @@ def plan_vote(
     size = dtype.itemsize
     weights, votes = shape.parameters * size, shape.parameters * dtype_for(samples).itemsize
     folding = 2 * size + dtype_for(samples).itemsize  # a gradient, its sign, the sign as an integer
+    if shape.shared:
+        folding += 2 * size  # the first use's gradient waits for the second's, and their sum
     per_token = size * (KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner)
     kept = shape.tokens * per_token * (shape.layers if not recompute else 1)
     if recompute:
@@ -137,7 +142,7 @@ def plan_vote(
         traffic = int(steps * shape.parameters * (2 * size + 1))
         flops -= 2.0 * shape.parameters * shape.tokens * samples  # the losses are checked in the same pass
     elif mode == "offload":
-        memory = 2 * shape.block * size + shape.parameters * 4 + folding * shape.largest + kept / 2 + forward
+        memory = 2 * shape.block * size + votes + folding * shape.largest + kept + forward
         traffic = int(3 * samples * weights)
     else:
         memory = weights + votes + max(backward, forward)
@@ -146,7 +151,7 @@ def plan_vote(
     if mode == "offload":
         reading += traffic / READ_BYTES_PER_SECOND
     seconds = passes + (START_SECONDS + reading) * pace.crowding
-    return VotePlan(mode, devices, int(memory), seconds, flops, traffic)
+    return VotePlan(mode, devices, int(memory) + SLACK, seconds, flops, traffic)
 
 
 def choose_mode(plans: list[VotePlan], available: int) -> VotePlan:

@@ -85,12 +85,16 @@ def joined() -> Iterator[Group]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     elif "OMP_NUM_THREADS" not in os.environ or STARTED_HERE in os.environ:
         torch.set_num_threads(1)
+    group = Group(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+    if dist.is_initialized():  # a launcher such as Ray has done it, and will undo it
+        yield group
+        return
     file = os.environ.get(STARTED_HERE)
     dist.init_process_group(
         backend, init_method=f"file://{file}" if file else "env://", rank=rank, world_size=size
     )
     try:
-        yield Group(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+        yield group
     finally:
         dist.destroy_process_group()
 

@@ -36,7 +36,7 @@ from gradfix.checkpoints.zeros import Zeros
 from gradfix.descent import MAX_NORM_RATIO, stranger
 from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.fates import Fate, cosines, total
-from gradfix.pieces import all_finite
+from gradfix.pieces import Buffers, all_finite, differing
 from gradfix.preflight import Plan, plan_transport
 from gradfix.threads import ahead, one_thread, piece_workers
 from gradfix.transported import mask_piece, share
@@ -158,6 +158,7 @@ class _Job:
         self.base, self.tuned, self.target = base, tuned, target
         self.ballot, self.alpha, self.dtype, self.hashes = ballot, alpha, dtype, hashes
         self.fates: dict[str, Fate] = {}
+        self.buffers = Buffers()
         self.abstained: list[str] = []
 
     def out_info(self, name: str, source: Checkpoint | None = None) -> TensorInfo:
@@ -261,14 +262,16 @@ class _Job:
         self, name: str, out_dtype: torch.dtype, pieces: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Fate]:
         base, tuned, target, seen = pieces
-        before, after = _wide(base), _wide(tuned)
-        delta = after - before
+        before, delta, goal = self.buffers.wide(base, tuned, target)
+        delta.sub_(before)
         masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
-        wide = torch.promote_types(target.dtype, torch.float32)
-        moved = (target.to(wide) + self.alpha * masked.to(wide)).to(out_dtype)
         counted = Fate()
-        counted.count(before, delta, masked, moved, target)
-        if (not math.isfinite(counted.tau_square) and not all_finite(delta)) or not all_finite(moved):
+        counted.count(before, delta, masked, goal.to(before.dtype))
+        finite = math.isfinite(counted.tau_square) or all_finite(delta)
+        # masked may be delta itself; neither is needed again
+        moved = masked.to(goal.dtype).mul_(self.alpha).add_(goal).to(out_dtype, copy=True)
+        counted.survived = differing(moved, target)
+        if not finite or not all_finite(moved):
             self._blame(name, (self.base, base), (self.tuned, tuned), (self.target, target))
         return moved, counted
 
@@ -376,10 +379,6 @@ class _Job:
 def _finite(piece: Tensor) -> bool:
     """Also for the small floats, which torch can store but not sum, and for integers."""
     return not piece.dtype.is_floating_point or all_finite(piece.float() if piece.itemsize == 1 else piece)
-
-
-def _wide(piece: Tensor) -> Tensor:
-    return piece if piece.dtype is torch.float64 else piece.float()
 
 
 def _silent(_: int) -> None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from gradfix.comparison.results import Results
 from gradfix.errors import UsageError
 from gradfix.registry import Registry
-from gradfix.results import Results
 
 Send = Callable[[Results, str], None]
 CURVE_STEPS = 1000  # trackers count in whole steps: alpha 0.25 is step 250

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from arenas import NumbersBound, network, rows, trained
-from gradfix.arena import Arena
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.searching import Search
 from gradfix.errors import IncompatibleCheckpoints
 from gradfix.experiments.suite import Estimate, Grid, Scene, Side, Suite
-from gradfix.searching import Search
 from gradfix.taskvector import TaskVector
 
 GRID = Grid(

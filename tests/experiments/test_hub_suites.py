@@ -10,6 +10,8 @@ import pytest
 from experiments.stand_ins import write_dataset
 from gradfix import pocket
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.comparison.methods import METHODS
+from gradfix.comparison.searching import Search
 from gradfix.data import few_shot
 from gradfix.errors import DataError
 from gradfix.experiments import catalogue, plan_reproduce, run_reproduce
@@ -18,8 +20,6 @@ from gradfix.experiments.hub_suites import OPEN_CLIP, T5, HubSuite, OpenClipSuit
 from gradfix.experiments.pocket_suite import PocketSuite
 from gradfix.experiments.suite import Grid
 from gradfix.finetuning import Recipe
-from gradfix.methods import METHODS
-from gradfix.searching import Search
 from gradfix.workflows.configs import ReproduceConfig
 from tiny import save_tiny
 

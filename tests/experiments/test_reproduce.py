@@ -11,11 +11,11 @@ import pytest
 from experiments.miniature import SHIFTS, Miniature
 from gradfix import pocket
 from gradfix.cli import run
+from gradfix.comparison.methods import METHODS
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.experiments import EXPERIMENTS, Reproduction, paper, plan_reproduce, run_reproduce
 from gradfix.experiments.lab import MEASURES
 from gradfix.experiments.tables import FAILS, HOLDS, PARTLY, Claim, overall, verdict
-from gradfix.methods import METHODS
 from gradfix.workflows.configs import ReproduceConfig
 
 FIGURES = {"alpha_sensitivity", "sign_agreement", "subset_selection"}

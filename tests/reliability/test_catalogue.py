@@ -178,7 +178,12 @@ def test_every_row_has_tests_that_exist(row: str) -> None:
 
 
 def test_every_fault_belongs_to_a_row() -> None:
-    listed = {name.removeprefix(COMMAND) for names in CATALOGUE.values() for name in names if name.startswith(COMMAND)}
+    listed = {
+        name.removeprefix(COMMAND)
+        for names in CATALOGUE.values()
+        for name in names
+        if name.startswith(COMMAND)
+    }
     assert set(FAULTS) == listed
 
 

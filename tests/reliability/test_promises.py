@@ -485,8 +485,8 @@ def test_a_frozen_weight_is_part_of_a_votes_identity(tmp_path: Path, monkeypatch
 
 def test_compare_keeps_units_of_other_task_settings_apart(world: World) -> None:
     """Pooling changes every number: a work folder of one must not answer for the other."""
-    from gradfix.comparison_inputs import Inputs
-    from gradfix.searching import Search
+    from gradfix.comparison.inputs import Inputs
+    from gradfix.comparison.searching import Search
     from gradfix.tasks.zero_shot import ZeroShot
 
     def identity(**options: object) -> dict:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from gradfix.comparison.results import Results
 from gradfix.report import render_html, to_markdown, write_report
 from gradfix.report.plots import Series, curves, ticks
 from gradfix.report.sections import flops, seconds
-from gradfix.results import Results
 from report.browser import CHROMIUM, Browser
 
 EVIL = "<script>alert(1)</script>"

@@ -12,7 +12,8 @@ from torch import Tensor
 from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint, raw_bytes
 from gradfix.checkpoints.safetensors_file import FileHash, sha256_file
 
-WAITING = 16  # pieces that may wait for the hashing thread
+WAITING = 6  # blocks that may wait for the hashing thread
+BLOCK = 4  # pieces that are read and hashed at once
 
 
 class BackgroundHash:
@@ -63,10 +64,10 @@ class InputHashes:
             with open(shard.path, "rb") as file:
                 digest.update(0, file.read(shard.header_bytes))
         offset = entry.start
-        for piece in shard.chunks(name, elements):
-            self._submit(digest.update, offset, raw_bytes(piece))
-            offset += piece.numel() * piece.dtype.itemsize
-            yield piece
+        for block in shard.chunks(name, BLOCK * elements):
+            self._submit(digest.update, offset, raw_bytes(block))
+            offset += block.numel() * block.dtype.itemsize
+            yield from block.split(elements)
 
     def _submit(self, update: Callable[..., None], offset: int, data: memoryview) -> None:
         if len(self._pending) >= WAITING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradfix.costs import COSTS, flops
+from gradfix.comparison.costs import COSTS, flops
 from gradfix.experiments import paper
 from gradfix.experiments.lab import Book
 from gradfix.experiments.registry import experiment, title

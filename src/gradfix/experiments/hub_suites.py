@@ -17,15 +17,15 @@ import torch
 
 from gradfix._version import __version__
 from gradfix.align import align
-from gradfix.arena import Arena
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.searching import Search
 from gradfix.data import Dataset
 from gradfix.experiments import catalogue
 from gradfix.experiments.catalogue import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
 from gradfix.finetuning import Recipe, finetune
-from gradfix.searching import Search
 from gradfix.tasks.base import Bound, Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot

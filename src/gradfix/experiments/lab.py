@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradfix.checkpoints.write import write_text
+from gradfix.comparison.workfolder import digest
 from gradfix.errors import CorruptInput
 from gradfix.experiments.suite import Scene, Suite
 from gradfix.registry import Registry
-from gradfix.workfolder import digest
 
 Answer = dict[str, Any]
 

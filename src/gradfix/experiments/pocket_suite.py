@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from gradfix import pocket
 from gradfix._version import __version__
 from gradfix.align import align
-from gradfix.arena import Arena
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.searching import Search
 from gradfix.errors import UsageError
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
-from gradfix.searching import Search
 from gradfix.tasks.base import Batch, ClosedSet, Example
 from gradfix.tasks.loading import freeze_all_but
 from gradfix.taskvector import TaskVector

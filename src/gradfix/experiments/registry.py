@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gradfix.comparison.methods import METHODS
 from gradfix.experiments import paper
 from gradfix.experiments.lab import Answer, Book
 from gradfix.experiments.suite import Suite
 from gradfix.experiments.tables import Cell, Table, deviation, mean
-from gradfix.methods import METHODS
 from gradfix.registry import Registry
 
 Run = Callable[[Book], Table]

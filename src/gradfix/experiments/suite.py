@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradfix.arena import Arena
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.searching import Search
 from gradfix.registry import Registry
-from gradfix.searching import Search
 from gradfix.tasks.base import Bound, Example
 from gradfix.taskvector import TaskVector
 

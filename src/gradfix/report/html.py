@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from gradfix._version import __version__
+from gradfix.comparison.results import Results
 from gradfix.report.sections import sections
-from gradfix.results import Results
 
 
 def render_html(results: Results, title: str = "What to ship") -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from gradfix.comparison.results import Results, number_text, share_text
 from gradfix.report.sections import baseline_wins, flops, headline, reasons, seconds
-from gradfix.results import Results, number_text, share_text
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&])")
 

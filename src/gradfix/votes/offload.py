@@ -108,7 +108,7 @@ class _Folds:
         self.shared = {name for name, number in uses.items() if number > 1}
         self.sums: dict[str, Tensor] = {}  # gradients of tied weights, until all their uses have come in
         self.seen: Counter[str] = Counter()
-        self.votes = {name: torch.zeros(parameters[name].shape, dtype=torch.int32) for name in uses}
+        self.votes = {name: torch.zeros(parameters[name].shape, dtype=torch.int8) for name in uses}
         self.hung: Counter[str] = Counter()
         self.handles: list[Any] = []
         self.undo: list[Callable[[], None]] = []
@@ -150,7 +150,7 @@ class _Folds:
 
     def _vote(self, name: str, gradient: Tensor) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self.votes[name].sub_(dense.sign().to("cpu", torch.int32))
+        self.votes[name].sub_(dense.sign().to("cpu", self.votes[name].dtype))
 
     def finish(self) -> None:
         """After one sample's backward pass: sign the sums of tied weights, and count."""
@@ -174,6 +174,9 @@ class _Folds:
         self.seen.clear()
         self.hung.clear()
         self.count += 1
+        kind = dtype_for(self.count + 1)
+        if next(iter(self.votes.values())).dtype is not kind:  # before the next sample could wrap
+            self.votes = {name: counted.to(kind) for name, counted in self.votes.items()}
 
     def hang(self, name: str, parameter: nn.Parameter) -> None:
         """Wait for the gradient of a weight that was just brought in; tied ones may be one object or several."""

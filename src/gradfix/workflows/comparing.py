@@ -8,8 +8,8 @@ from typing import Any
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype, write_text
+from gradfix.comparison.results import Results
 from gradfix.errors import CorruptInput, GradfixError
-from gradfix.results import Results
 from gradfix.workflows.configs import CompareConfig, ReportConfig, command_line
 from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
@@ -25,7 +25,7 @@ def run_compare(
 
         parse(config.track)  # a missing tracker is better known before the work than after
     heal_torchvision()
-    from gradfix.comparison import compare
+    from gradfix.comparison.running import compare
     from gradfix.report import write_report
 
     stage("reading examples")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix._compat import heal_torchvision
-from gradfix.results import Results
+from gradfix.comparison.results import Results
 from gradfix.workflows.configs import DemoConfig
 
 METHODS = ("zero_shot", "naive", "one_step", "few_shot", "gradfix", "veto", "oracle", "fine_tuned")
@@ -68,9 +68,9 @@ def _compare_pair(job: Job) -> Results:
     heal_torchvision()
     import torch
 
-    from gradfix.comparison import compare
+    from gradfix.comparison.running import compare
+    from gradfix.comparison.searching import Search
     from gradfix.data import load_data
-    from gradfix.searching import Search
 
     torch.set_num_threads(1)
     inputs: dict[str, Any] = dict(paths)

@@ -26,9 +26,9 @@ def plan_select(config: SelectConfig) -> str:
 
 def plan_compare(config: CompareConfig) -> str:
     """Everything a comparison could stumble over before its first model is loaded."""
-    import gradfix.comparison  # noqa: F401  fills the registry of methods
+    import gradfix.comparison.running  # noqa: F401  fills the registry of methods
+    from gradfix.comparison.methods import METHODS
     from gradfix.data import few_shot
-    from gradfix.methods import METHODS
     from gradfix.preflight import plan_transport
 
     dataset = read_data(config.data, config)
@@ -52,7 +52,7 @@ def plan_compare(config: CompareConfig) -> str:
 
 
 def plan_report(config: ReportConfig) -> str:
-    from gradfix.results import Results
+    from gradfix.comparison.results import Results
 
     results = Results.load(config.results)
     out = config.out or Path(config.results).with_suffix(".html")

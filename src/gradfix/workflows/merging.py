@@ -16,8 +16,8 @@ from torch import nn
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import DataError, UsageError
-from gradfix.merge_stream import Vector, merge_checkpoints, merged_update
-from gradfix.mergeconfig import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.merging.stream import Vector, merge_checkpoints, merged_update
 from gradfix.scale import ScaleCurve, dialled, search_scale
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport

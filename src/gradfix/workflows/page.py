@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradfix.checkpoints.folder import versions
+from gradfix.comparison.results import Results
 from gradfix.diagnostics import kept_by_block
 from gradfix.errors import DataError
-from gradfix.results import Results
 from gradfix.workflows.configs import TransportConfig, command_line
 
 if TYPE_CHECKING:

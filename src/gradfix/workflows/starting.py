@@ -173,7 +173,7 @@ def _number(word: Any) -> Any:
 
 def _recipe(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     """The recipe of `merge`: common settings, then one vector per base and fine-tune."""
-    from gradfix.mergeconfig import MergeRecipe
+    from gradfix.merging.recipes import MergeRecipe
 
     trios = {role: _several(values.get(role, ())) for role in ("base", "tuned", "data")}
     count = max(len(trios["tuned"]), 1)

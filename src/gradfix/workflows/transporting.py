@@ -193,8 +193,8 @@ class _Transport:
         return self._finish(moved.update, votes, choice)
 
     def _run_best(self, tau: TaskVector) -> TransportResult:
-        """The recipe of `gradfix.best`; a validation set lends its inputs and may veto, it tunes nothing."""
-        from gradfix.best import best
+        """The recipe of `gradfix.best.recipe`; a validation set lends its inputs and may veto, it tunes nothing."""
+        from gradfix.best.recipe import best
 
         extra = self.shots.validation
         if self.config.unlabelled:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from gradfix.errors import UsageError
 from gradfix.masks import MASKS
-from gradfix.merge_rules import MERGES
+from gradfix.merging.rules import MERGES
 from gradfix.yamlfile import checked, load_yaml
 
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradfix.costs import Work
+from gradfix.comparison.costs import Work
+from gradfix.comparison.searching import Score, View
 from gradfix.data import folds
-from gradfix.searching import Score, View
 from gradfix.taskvector import TaskVector
 from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.tally import SignVotes
 
 if TYPE_CHECKING:
-    from gradfix.arena import Arena
+    from gradfix.comparison.arena import Arena
 
 
 class Support:

@@ -1,7 +1,7 @@
 """Merge task vectors in memory, and masks with merges: one update out of several fine-tunes.
 
 Vectors may come from different bases: only their names and shapes must agree. The streaming twin for
-checkpoints that do not fit is `gradfix.merge_stream`; both run the same rules and give the same bits."""
+checkpoints that do not fit is `gradfix.merging.stream`; both run the same rules and give the same bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.bundles import Bundle, Density, Place
 from gradfix.errors import IncompatibleCheckpoints, UsageError
-from gradfix.merge_rules import MERGES
+from gradfix.merging.bundles import Bundle, Density, Place
+from gradfix.merging.rules import MERGES
 from gradfix.taskvector import TaskVector
 from gradfix.threads import one_thread
 from gradfix.transported import Direction, Transported, seed_of, transport

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gradfix.arena import Store
 from gradfix.checkpoints.write import write_text
-from gradfix.costs import Work
+from gradfix.comparison.arena import Store
+from gradfix.comparison.costs import Work
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.taskvector import TaskVector
 from gradfix.votes.tally import SignVotes

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gradfix.costs import Work
+from gradfix.comparison.costs import Work
 from gradfix.errors import DataError
 from gradfix.tasks.base import Bound, Example
 from gradfix.votes.collect import left_as_it_was

@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gradfix.comparison.verdicts import judge, mean, spread
 from gradfix.errors import CorruptInput, UsageError
-from gradfix.verdicts import judge, mean, spread
 
 Row = dict[str, Any]
 FIELDS = ("method", "shots", "seed", "accuracy", "recovered", "alpha", "seconds")

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradfix.costs import Work
-from gradfix.distil import (
+from gradfix.best.distil import (
     Batch,
     Lesson,
     Recipe,
@@ -28,17 +27,18 @@ from gradfix.distil import (
     typical_size,
     unbiased_divergence,
 )
+from gradfix.best.remix import remix
+from gradfix.comparison.costs import Work
 from gradfix.errors import DataError, UsageError
-from gradfix.remix import remix
 from gradfix.scale import dialled
 from gradfix.tasks.base import Bound, Example
 from gradfix.taskvector import TaskVector
 
 if TYPE_CHECKING:
-    from gradfix.arena import Arena
-    from gradfix.methods import Outcome
-    from gradfix.searching import Score
-    from gradfix.support import Support
+    from gradfix.comparison.arena import Arena
+    from gradfix.comparison.methods import Outcome
+    from gradfix.comparison.searching import Score
+    from gradfix.comparison.support import Support
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 PATIENCE = 2  # alphas in a row without a new best that end the walk
@@ -175,7 +175,7 @@ def best_outcome(arena: Arena, support: Support) -> Outcome:
 
     In the few-shot regime its score for the verdict comes from folds; they choose nothing, so their passes
     are not on the method's bill."""
-    from gradfix.methods import Outcome
+    from gradfix.comparison.methods import Outcome
 
     extra = arena.unlabelled or (arena.validation if arena.regime == "validation" else None)
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.arena import Arena, restored
-from gradfix.costs import Work
+from gradfix.comparison.arena import Arena, restored
+from gradfix.comparison.costs import Work
+from gradfix.comparison.fewshot import tune
+from gradfix.comparison.searching import Choice, Score, Setting, View
+from gradfix.comparison.support import Support
 from gradfix.diagnostics import kept_by_block, sign_agreement
 from gradfix.errors import DataError, GradfixError
-from gradfix.fewshot import tune
 from gradfix.registry import Registry
-from gradfix.searching import Choice, Score, Setting, View
-from gradfix.support import Support
 from gradfix.taskvector import TaskVector
 from gradfix.transported import Transported, apply, random_like, transport
 
@@ -190,8 +190,8 @@ def fine_tuned(arena: Arena, support: Support) -> Outcome:
 
 @method("best", "Best recipe")
 def best(arena: Arena, support: Support) -> Outcome:
-    """A scaled transport, then lessons from the tuned old model; see `gradfix.best`."""
-    from gradfix.best import best_outcome
+    """A scaled transport, then lessons from the tuned old model; see `gradfix.best.recipe`."""
+    from gradfix.best.recipe import best_outcome
 
     return best_outcome(arena, support)
 

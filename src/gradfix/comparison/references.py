@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradfix.arena import restored
-from gradfix.costs import Work
+from gradfix.comparison.arena import restored
+from gradfix.comparison.costs import Work
 from gradfix.finetuning import finetune
 from gradfix.tasks.base import Bound, Example
 from gradfix.taskvector import TaskVector

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from gradfix.costs import readable
+from gradfix.comparison.costs import readable
 
 Row = Mapping[str, Any]
 

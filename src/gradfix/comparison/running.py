@@ -18,15 +18,15 @@ import torch
 
 from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.open import Source
-from gradfix.comparison_inputs import Inputs
+from gradfix.comparison.examples import changed_examples
+from gradfix.comparison.inputs import Inputs
+from gradfix.comparison.methods import METHODS, NotHere, Outcome, vote_details
+from gradfix.comparison.results import Results
+from gradfix.comparison.searching import Search
+from gradfix.comparison.support import Support
 from gradfix.errors import IncompatibleCheckpoints, UsageError
-from gradfix.examples import changed_examples
-from gradfix.methods import METHODS, NotHere, Outcome, vote_details
 from gradfix.registry import unknown
-from gradfix.results import Results
 from gradfix.scale import dialled
-from gradfix.searching import Search
-from gradfix.support import Support
 from gradfix.tasks.base import Bound, Task
 
 Progress = Callable[[str, int, int], None]

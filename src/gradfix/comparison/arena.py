@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.names import name_map
-from gradfix.costs import Work
+from gradfix.comparison.costs import Work
+from gradfix.comparison.searching import Choice, Curve, Score, Search, Setting, View
+from gradfix.comparison.support import Support
 from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.scale import Dial, dialled
-from gradfix.searching import Choice, Curve, Score, Search, Setting, View
-from gradfix.support import Support
 from gradfix.tasks.base import Batch, Bound, Example
 from gradfix.taskvector import TaskVector
 from gradfix.votes.collect import left_as_it_was

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradfix.bundles import DENSITY, Bundle, Merge, Place, Rule, row_length
 from gradfix.checkpoints.open import CHUNK
 from gradfix.errors import UnsafeResult, UsageError
-from gradfix.ranks import magnitudes_at
+from gradfix.merging.bundles import DENSITY, Bundle, Merge, Place, Rule, row_length
+from gradfix.merging.ranks import magnitudes_at
 from gradfix.registry import Registry, unknown
 from gradfix.transported import chance
 

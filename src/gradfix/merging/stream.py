@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.bundles import Density, Merge, Rule
 from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import CHUNK, Checkpoint, Part, Source, open_checkpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
@@ -25,8 +24,9 @@ from gradfix.checkpoints.zeros import Zeros
 from gradfix.descent import MAX_NORM_RATIO
 from gradfix.differences import Differences, Side, Votes
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.merge_rules import MERGES
-from gradfix.merging import mask_seed, method_options
+from gradfix.merging.bundles import Density, Merge, Rule
+from gradfix.merging.memory import mask_seed, method_options
+from gradfix.merging.rules import MERGES
 from gradfix.pieces import recut
 from gradfix.preflight import plan_transport
 from gradfix.registry import unknown
@@ -76,7 +76,7 @@ def merge_checkpoints(
 
     `order` says where the votes come in: "plain" (nowhere), "mask_then_merge" (each vector by its own) or
     "merge_then_mask" (the merged one by the tasks' consensus). Sources that share one task share its votes:
-    give every vector the same. `options` are the method's own. Equals `gradfix.merging` bit for bit."""
+    give every vector the same. `options` are the method's own. Equals `gradfix.merging.memory` bit for bit."""
     plan = _plan(target, vectors, method, order, mask, density, margin, seed, head, options, still=alpha == 0)
     job, merged = plan.job, plan.merged
     refuse_inside(Path(out), [c.path for c in job.inputs.values() if c.path is not None])

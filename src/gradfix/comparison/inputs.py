@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from gradfix._version import __version__
-from gradfix.arena import Arena
+from gradfix.best.teacher import teacher_of
 from gradfix.checkpoints.open import Source, file_hashes, open_checkpoint
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.searching import Search
+from gradfix.comparison.workfolder import Folder, digest
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, UsageError
-from gradfix.searching import Search
 from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.taskvector import TaskVector
-from gradfix.teacher import teacher_of
-from gradfix.workfolder import Folder, digest
 
 
 class Inputs:
@@ -126,7 +126,7 @@ class Inputs:
         return None if self.finetune is False else self._fine_tune
 
     def _fine_tune(self) -> TaskVector:
-        from gradfix.references import tuned_target
+        from gradfix.comparison.references import tuned_target
 
         options = {} if isinstance(self.finetune, bool) else self.finetune
         checkpoint = self.folder.checkpoint("tuned-target") if self.folder is not None else None

@@ -1,0 +1,1 @@
+"""Several task vectors into one: in memory, from folder to folder, and by recipe."""
