@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from arenas import LABELS, dataset, rows, setting
-from gradfix import comparison
+from gradfix.comparison import running
 from gradfix.comparison.arena import Arena
 from gradfix.comparison.methods import METHODS
 from gradfix.comparison.results import Results
@@ -201,7 +201,7 @@ def without_seconds(results: Results) -> list[dict[str, Any]]:
 
 def test_finished_units_are_not_done_again(given, tmp_path, monkeypatch):
     first = run(given, methods=["gradfix"], work=tmp_path)
-    monkeypatch.setattr(comparison._Run, "_work", lambda *a, **k: pytest.fail("worked again"))
+    monkeypatch.setattr(running._Run, "_work", lambda *a, **k: pytest.fail("worked again"))
     assert run(given, methods=["gradfix"], work=tmp_path).to_json() == first.to_json()
 
 
