@@ -7,7 +7,6 @@ without one, an answer is right when greedy decoding would give it token by toke
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.errors import DataError, UsageError
-from gradfix.registry import unknown
-from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task, label_indices
-from gradfix.tasks.inputs import longest, pad, where
-from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate
-from gradfix.tasks.seq2seq import LOSSES, spelled_labels
+from gradfix.tasks.answers import AnswerTask
+from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
+from gradfix.tasks.inputs import pad, where
+from gradfix.tasks.loading import freeze_all_but
 from gradfix.votes.collect import left_as_it_was
 
-SCORINGS = ("likelihood", "exact", "generate")
 WRONG = -1
 
 
@@ -218,11 +215,15 @@ class CausalBound(Bound):
 
 
 @TASKS.register("causal")
-class Causal(Task):
+class Causal(AnswerTask):
     """Instruction data or labelled texts; `labels` may be empty.
 
     `loss` is "mean" or "sum" over the answer's tokens. `scoring`: "likelihood" over the label set, "exact"
     (would greedy decoding give the answer? one pass), or "generate" (decode, compare the texts)."""
+
+    loader = "AutoModelForCausalLM"
+    bound = CausalBound
+    scorings = ("likelihood", "exact", "generate")
 
     def __init__(
         self,
@@ -233,38 +234,10 @@ class Causal(Task):
         max_length: int | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        if loss not in LOSSES:
-            raise UsageError(unknown("loss", loss, list(LOSSES)))
-        self.labels = dict(labels or {})
-        self.texts = spelled_labels(self.labels)
-        scoring = scoring or ("likelihood" if self.labels else "exact")
-        if scoring not in SCORINGS:
-            raise UsageError(unknown("scoring", scoring, list(SCORINGS)))
+        scoring = scoring or ("likelihood" if labels else "exact")
+        super().__init__(labels or {}, loss, scoring, max_length, trust_remote_code)
         if scoring == "likelihood" and not self.labels:
             raise UsageError("scoring by likelihood needs a label set; use exact or generate.")
-        self.loss, self.scoring = loss, scoring
-        self.max_length, self.trust_remote_code = max_length, trust_remote_code
-
-    def open(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        head_from: str | os.PathLike[str] | None = None,
-    ) -> CausalBound:
-        """Load a model. Its answers are its own words; `head_from` is only the base of a LoRA adapter."""
-        from transformers import AutoModelForCausalLM
-
-        home = locate(source, head_from)
-        tokenizer = load_tokenizer(home.folder, trust_remote_code=self.trust_remote_code)
-        loaded = load_pretrained(
-            AutoModelForCausalLM, home, dtype, device, trust_remote_code=self.trust_remote_code
-        )
-        length = longest(self.max_length, tokenizer, loaded.model.config)
-        bound = CausalBound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
-        bound.source, bound.notes = home.adapter or home.folder, loaded.notes
-        return bound
 
 
 def _question(turns: list[Any]) -> list[Any]:

@@ -5,7 +5,6 @@ each sample by default. Answers are the likeliest label of the closed set, or wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.errors import UsageError
-from gradfix.registry import unknown
-from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, Task, label_indices
-from gradfix.tasks.inputs import longest, pad, tokenise
-from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate
+from gradfix.tasks.answers import AnswerTask
+from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
+from gradfix.tasks.inputs import pad, tokenise
+from gradfix.tasks.loading import freeze_all_but
 
-LOSSES = ("mean", "sum")
-SCORINGS = ("likelihood", "generate")
 IGNORED = -100
 
 
@@ -124,10 +121,14 @@ class Seq2SeqBound(Bound):
 
 
 @TASKS.register("seq2seq")
-class Seq2Seq(Task):
+class Seq2Seq(AnswerTask):
     """Labels are spelled out: `{"entailment": "yes", ...}`, or their names where no text is given.
 
     `loss` is "mean" or "sum" over the label's tokens, `scoring` "likelihood" or "generate"."""
+
+    loader = "AutoModelForSeq2SeqLM"
+    bound = Seq2SeqBound
+    scorings = ("likelihood", "generate")
 
     def __init__(
         self,
@@ -140,44 +141,4 @@ class Seq2Seq(Task):
     ) -> None:
         if len(labels) < 2:
             raise UsageError("a seq2seq task needs at least two labels with their texts.")
-        if loss not in LOSSES:
-            raise UsageError(unknown("loss", loss, list(LOSSES)))
-        if scoring not in SCORINGS:
-            raise UsageError(unknown("scoring", scoring, list(SCORINGS)))
-        self.labels = dict(labels)
-        self.texts = spelled_labels(labels)
-        self.loss, self.scoring = loss, scoring
-        self.max_length, self.trust_remote_code = max_length, trust_remote_code
-
-    def open(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        head_from: str | os.PathLike[str] | None = None,
-    ) -> Seq2SeqBound:
-        """Load a model. Its answers are its own words; `head_from` is only the base of a LoRA adapter."""
-        from transformers import AutoModelForSeq2SeqLM
-
-        home = locate(source, head_from)
-        tokenizer = load_tokenizer(home.folder, trust_remote_code=self.trust_remote_code)
-        loaded = load_pretrained(
-            AutoModelForSeq2SeqLM, home, dtype, device, trust_remote_code=self.trust_remote_code
-        )
-        length = longest(self.max_length, tokenizer, loaded.model.config)
-        bound = Seq2SeqBound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
-        bound.source, bound.notes = home.adapter or home.folder, loaded.notes
-        return bound
-
-
-def spelled_labels(labels: Mapping[str, Prompts]) -> dict[str, str]:
-    """One text per label, all different."""
-    texts: dict[str, str] = {}
-    for label, text in labels.items():
-        if not isinstance(text, str):
-            raise UsageError(f"the label {label!r} has several texts; an answer needs exactly one.")
-        if text in texts.values():
-            raise UsageError(f"two labels share the text {text!r}; the answers could not be told apart.")
-        texts[label] = text
-    return texts
+        super().__init__(labels, loss, scoring, max_length, trust_remote_code)
