@@ -370,3 +370,12 @@ def test_the_questions_appear_on_a_terminal(tmp_path):
     assert made == TransportConfig(
         base="old", tuned="tuned", target="new", data="data", task="zero-shot", out="transported"
     )
+
+
+def test_demo_and_reproduce_say_what_they_would_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["demo", "--dry-run", "--report", "page.html"]) == 0
+    assert "would write page.html" in capsys.readouterr().out
+    assert run(["reproduce", "masks", "--suite", "pocket", "--quick", "--dry-run"]) == 0
+    assert "would reproduce masks of the pocket suite" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

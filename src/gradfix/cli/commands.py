@@ -151,6 +151,9 @@ def _select(config: configs.SelectConfig, *, json_out: str | None, quiet: bool) 
 def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> None:
     from gradfix.workflows.demo import run_demo, unpack
 
+    if config.dry_run:
+        say(f"would write {config.unpack or config.report}", quiet)
+        return
     if config.unpack is not None:
         folders = [str(folder) for folder in unpack(config.unpack)]
         write_json({"folders": folders}, json_out)
@@ -197,6 +200,9 @@ def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: 
 
     job = plan_reproduce(config)
     say_notes([job.estimate.words], quiet)
+    if config.dry_run:
+        say(f"would reproduce {config.table} of the {config.suite} suite", quiet)
+        return
     asks = job.suite.asks_first and not config.yes and sys.stdin.isatty()
     if asks and not typer.confirm("Start?", err=True):
         raise UsageError("not started. --yes starts without asking, --quick and a single table cost less.")

@@ -200,6 +200,7 @@ class DemoConfig:
     report: str | None = option("HTML page to write.", "gradfix-demo.html")
     shots: int = option("Labelled examples per class.", 5)
     seeds: tuple[int, ...] = option("Seeds.", (0, 1, 2))
+    dry_run: bool = option("Say what would be written; write nothing.", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +226,7 @@ class ReproduceConfig:
     out: str | None = option("Folder for tables, figures and finished units.")
     yes: bool = option("Start without asking after the cost estimate.", False)
     local: tuple[str, ...] = option("Folders that stand in for hub models or datasets: NAME=FOLDER.", ())
+    dry_run: bool = option("Say what it would cost; measure and write nothing.", False)
 
 
 @dataclass(frozen=True, kw_only=True)
