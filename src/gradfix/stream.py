@@ -44,6 +44,8 @@ from gradfix.votes.ballot import Ballot, OpenVotes
 from gradfix.votes.tally import SignVotes
 
 LEAST_KEPT = 0.01
+SPAN = 2  # pieces a worker takes at a time
+WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -247,33 +249,41 @@ class _Job:
         fate = self.fates[name] = Fate()
         out_dtype = self.out_info(name).dtype
         streams = zip(
-            self.hashes.chunks(self.base, name, CHUNK),
-            self.hashes.chunks(self.tuned, name, CHUNK),
-            self.hashes.chunks(self.target, name, CHUNK),
-            self.ballot.pieces(name, self.target.info(name).numel, CHUNK),
+            self.hashes.chunks(self.base, name, SPAN * CHUNK),
+            self.hashes.chunks(self.tuned, name, SPAN * CHUNK),
+            self.hashes.chunks(self.target, name, SPAN * CHUNK),
+            self.ballot.pieces(name, self.target.info(name).numel, SPAN * CHUNK),
             strict=True,
         )
-        work = partial(self._move, name, out_dtype)
+        work = partial(self._move_span, name, out_dtype)
         for moved, counted in ahead(pool, work, streams):
             fate.add(counted)
             yield moved
 
+    def _move_span(self, name: str, out_dtype: torch.dtype, spans: tuple[Tensor, ...]) -> tuple[Tensor, Fate]:
+        """One task of a worker: pieces small enough for its cache, one after another."""
+        out, fate = torch.empty(len(spans[0]), dtype=out_dtype), Fate()
+        for into, *pieces in zip(out.split(CHUNK), *(span.split(CHUNK) for span in spans), strict=True):
+            fate.add(self._move(name, into, *pieces))
+        return out, fate
+
     def _move(
-        self, name: str, out_dtype: torch.dtype, pieces: tuple[Tensor, Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Fate]:
-        base, tuned, target, seen = pieces
+        self, name: str, moved: Tensor, base: Tensor, tuned: Tensor, target: Tensor, seen: Tensor
+    ) -> Fate:
         before, delta, goal = self.buffers.wide(base, tuned, target)
         delta.sub_(before)
         masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
         counted = Fate()
         counted.count(before, delta, masked, goal.to(before.dtype))
-        finite = math.isfinite(counted.tau_square) or all_finite(delta)
+        # Numbers whose squares add up are far from any overflow, but for fp16.
+        safe = math.isfinite(counted.tau_square + counted.target_square) and abs(self.alpha) < 1e9
+        finite = safe or all_finite(delta)
         # masked may be delta itself; neither is needed again
-        moved = masked.to(goal.dtype).mul_(self.alpha).add_(goal).to(out_dtype, copy=True)
+        moved.copy_(masked.to(goal.dtype).mul_(self.alpha).add_(goal))
         counted.survived = differing(moved, target)
-        if not finite or not all_finite(moved):
+        if not finite or not ((safe and moved.dtype in WIDE_RANGE) or all_finite(moved)):
             self._blame(name, (self.base, base), (self.tuned, tuned), (self.target, target))
-        return moved, counted
+        return counted
 
     def _blame(self, name: str, *pieces: tuple[Checkpoint, Tensor]) -> None:
         for checkpoint, piece in pieces:

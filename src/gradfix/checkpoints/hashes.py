@@ -12,8 +12,7 @@ from torch import Tensor
 from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint, raw_bytes
 from gradfix.checkpoints.safetensors_file import FileHash, sha256_file
 
-WAITING = 6  # blocks that may wait for the hashing thread
-BLOCK = 4  # pieces that are read and hashed at once
+WAITING = 6  # pieces that may wait for the hashing thread
 
 
 class BackgroundHash:
@@ -64,10 +63,10 @@ class InputHashes:
             with open(shard.path, "rb") as file:
                 digest.update(0, file.read(shard.header_bytes))
         offset = entry.start
-        for block in shard.chunks(name, BLOCK * elements):
-            self._submit(digest.update, offset, raw_bytes(block))
-            offset += block.numel() * block.dtype.itemsize
-            yield from block.split(elements)
+        for piece in shard.chunks(name, elements):
+            self._submit(digest.update, offset, raw_bytes(piece))
+            offset += piece.numel() * piece.dtype.itemsize
+            yield piece
 
     def _submit(self, update: Callable[..., None], offset: int, data: memoryview) -> None:
         if len(self._pending) >= WAITING:

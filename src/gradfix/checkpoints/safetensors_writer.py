@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gradfix.checkpoints.safetensors_file import CODES, TensorInfo
 from gradfix.errors import UnsafeResult
 
 REREAD_BYTES = 1 << 20
+FLUSH_BYTES = 1 << 28
 
 
 class SafetensorsWriter:
@@ -44,7 +46,9 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._expected = 8 + len(text) + offset
-        self.size = 0
+        self.size = self._flushed = 0
+        self._flusher = ThreadPoolExecutor(max_workers=1)
+        self._flushing: Future[None] | None = None
         self._digest = BackgroundHash()
         self.resumed = after is not None and self._go_on(*after)
         if not self.resumed:
@@ -79,6 +83,14 @@ class SafetensorsWriter:
             done = self._file.write(view)
             view = view[done:]
             self.size += done
+        if self.size - self._flushed >= FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Let the disk begin while there is more to come, instead of waiting for all of it at the end."""
+        if self._flushing is None or self._flushing.done():
+            self._flushed = self.size
+            self._flushing = self._flusher.submit(os.fdatasync, self._file.fileno())
 
     def sha256(self) -> str:
         """Of what has been written so far."""
@@ -90,6 +102,8 @@ class SafetensorsWriter:
             raise UnsafeResult(
                 f"{self.path.name}: wrote {self.size} bytes of {self._expected}; this is a bug."
             )
+        if self._flushing is not None:
+            self._flushing.result()
         os.fsync(self._file.fileno())
         self._file.close()
         return self.sha256()
@@ -98,5 +112,6 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._flusher.shutdown(wait=True)
         self._file.close()
         self._digest.close()

@@ -21,6 +21,7 @@ from gradfix.descent import check_descent
 from gradfix.diagnostics import mean_loss
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.masks import MASKS
+from gradfix.meter import Meter, nbytes
 from gradfix.preflight import plan_transport
 from gradfix.scale import ScaleCurve, dialled, search_scale
 from gradfix.scoring import evaluate
@@ -348,6 +349,7 @@ class _Transport:
         common: dict[str, Any] = {
             "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
             "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self._extras(details),
+            "progress": Meter(nbytes(self.checkpoints["target"]), self.stage),
         }  # fmt: skip
         if adapter is not None:
             return self._write_lora(adapter, choice, details)
