@@ -1,4 +1,4 @@
-"""Votes of a model larger than memory, on one device: weights come from disk layer by layer, twice a sample.
+"""Votes of a model larger than memory, on one device: weights come from disk layer by layer.
 
 Offloaded weights are placeholders between uses, and a hook on a placeholder never fires. So the fold is hung
 on the real weight each time it is brought in, every block is recomputed in the backward pass (otherwise the

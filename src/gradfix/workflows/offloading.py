@@ -20,7 +20,7 @@ from gradfix.workflows.voting import Step, VoteResult, on_disk, origin_of
 
 
 def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResult:
-    """The votes of the loop engine; weights are read from disk twice for every sample."""
+    """The votes of the loop engine; weights are read from disk three times for every sample."""
     if config.processes > 1 or launched() or config.sharded:
         raise UsageError("--offload is for one process; several processes split the model with --sharded.")
     if config.vote != "majority":
