@@ -30,6 +30,10 @@ def make_files(folder: Path, layers: int) -> None:
     """A base and its fine-tunes: about 40% of the fine-tunes' entries differ from the base after rounding."""
     import torch
     from safetensors.torch import save_file
+
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
     from transformers import LlamaConfig
 
     shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (VOCABULARY, WIDTH)}
