@@ -261,3 +261,30 @@ def test_best_recipe_report_and_choice_by_folds_through_the_command_line(tmp_pat
     assert result["regime"] == "few_shot"
     assert 0 <= result["margin"] <= 1
     assert result["curve"][0][0] == 0.0
+
+
+def test_a_head_only_the_fine_tune_has_is_asked_about_and_copied(tmp_path, capsys):
+    base = save_tiny("bert", tmp_path / "base", seed=0)
+    target = save_tiny("bert", tmp_path / "target", seed=1)
+    common = ("--data", _data(tmp_path / "data", images=False), "--task", "classification")
+    tuning = ("--steps", 20, "--train-batch", 12, "--lr", 3e-3, "--new-head")
+    _cli("finetune", "--model", base, "--out", tmp_path / "tuned", *common, *tuning)
+    words = [
+        "transport",
+        "--base",
+        base,
+        "--tuned",
+        tmp_path / "tuned",
+        "--target",
+        target,
+        *common,
+        "--shots",
+        3,
+    ]
+    assert run([str(word) for word in (*words, "--out", tmp_path / "asked")]) == 4
+    assert "Choose --head copy" in capsys.readouterr().err
+    assert not (tmp_path / "asked").exists()
+    _cli(*words, "--head", "copy", "--out", tmp_path / "out")
+    written, tuned = _weights(tmp_path / "out"), _weights(tmp_path / "tuned")
+    assert torch.equal(written["classifier.weight"], tuned["classifier.weight"])
+    _hf("AutoModelForSequenceClassification")(tmp_path / "out")

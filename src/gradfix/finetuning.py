@@ -228,8 +228,9 @@ class _Run:
                     parameter.copy_(self.masters[name])
 
     def _key(self) -> str:
-        """Names the run: recipe, examples in order and the weights it starts from."""
-        digest = hashlib.sha256(repr((self.recipe, self.micro_batch)).encode())
+        """Names the run: recipe, what the labels are called and shown as, examples in order, starting weights."""
+        shown_as = [getattr(self.bound, name, None) for name in ("labels", "prompts", "texts", "max_length")]
+        digest = hashlib.sha256(repr((self.recipe, self.micro_batch, shown_as)).encode())
         for example in self.examples:
             shown = example.content if isinstance(example, Row) else content_hash(example)
             digest.update(f"{shown}\t{example.get('label')}\t{example.get('completion')}\n".encode())
