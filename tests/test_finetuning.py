@@ -89,6 +89,19 @@ def test_resumed_equals_uninterrupted(
     assert steps == [3, 1, 1, 1]
 
 
+def test_a_state_made_under_other_labels_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetuning, "SAVE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(finetuning, "SAVE_SHARE", math.inf)
+    state = tmp_path / "state.safetensors"
+    finetune(opened(folder), ROWS, **RECIPE, checkpoint=state)
+    other = opened(folder)
+    other.prompts = {"negative": ["something else"], "positive": ["entirely"]}
+    with pytest.raises(CorruptInput, match="belongs to another fine-tune"):
+        finetune(other, ROWS, **RECIPE, checkpoint=state)
+
+
 def test_a_state_of_another_run_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
