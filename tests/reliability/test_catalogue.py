@@ -16,7 +16,11 @@ from tests.reliability.faults import FAULTS
 ROOT = Path(__file__).parents[2]
 COMMAND = "command: "
 
-P, T, V = "tests/reliability/test_promises.py", "tests/test_transport.py", "tests/votes/test_collect.py"
+MODELS, INPUTS, WRITING, RESUMING, DETERMINISM = (
+    f"tests/reliability/test_{subject}.py"
+    for subject in ("models", "inputs", "writing", "resuming", "determinism")
+)
+T, V = "tests/test_transport.py", "tests/votes/test_collect.py"
 LORA, OPEN, LOAD = "tests/checkpoints/test_lora.py", "tests/test_open.py", "tests/data/test_load.py"
 SPLITS, SHARE = "tests/data/test_splits.py", "tests/torture/test_share.py"
 
@@ -32,20 +36,20 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "tests/checkpoints/test_vocabulary.py::test_without_tokenizers_other_heights_are_an_error",
     ),
     "extra head": (
-        "command: extra head", "command: extra tensor, strict", f"{P}::test_an_extra_head_is_listed",
+        "command: extra head", "command: extra tensor, strict", f"{MODELS}::test_an_extra_head_is_listed",
         f"{T}::test_a_head_only_the_fine_tune_has_follows_the_policy",
     ),
     "tied weights": (
-        f"{P}::test_tied_weights_vote_once_and_stay_tied",
+        f"{MODELS}::test_tied_weights_vote_once_and_stay_tied",
         "tests/checkpoints/test_names.py::test_tied_copies_on_disk_move_with_their_tensor",
     ),
     "buffers": (
-        f"{P}::test_buffers_come_from_the_target_whatever_the_mask",
+        f"{MODELS}::test_buffers_come_from_the_target_whatever_the_mask",
         f"{T}::test_integer_buffers_are_copied_from_the_target",
     ),
     "quantised": ("command: quantised weights", f"{T}::test_quantised_weights_are_refused_by_name"),
     "frozen or unused": (
-        f"{P}::test_unused_parameters_abstain_and_are_reported",
+        f"{MODELS}::test_unused_parameters_abstain_and_are_reported",
         f"{V}::test_frozen_parameters_do_not_vote_and_unused_ones_are_reported",
     ),
     "LoRA": (
@@ -54,8 +58,8 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     ),
     "tuned equals base": ("command: tuned equals base", f"{T}::test_tuned_equal_to_base_is_refused"),
     "wrong order, not descended": (
-        "command: not descended", f"{P}::test_a_stranger_goes_through_when_forced",
-        f"{P}::test_base_and_fine_tune_the_wrong_way_round", f"{T}::test_not_descended_is_refused_unless_forced",
+        "command: not descended", f"{MODELS}::test_a_stranger_goes_through_when_forced",
+        f"{MODELS}::test_base_and_fine_tune_the_wrong_way_round", f"{T}::test_not_descended_is_refused_unless_forced",
     ),
     "NaN or Inf": (
         "command: NaN in base", "command: NaN in tuned", "command: NaN in target", "command: NaN in a copied tensor",
@@ -84,9 +88,9 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "tests/tasks/test_loading.py::test_code_in_a_checkpoint_never_runs_unasked",
     ),
     "decompression bombs": (
-        f"{P}::test_a_pickle_that_claims_more_than_it_holds",
-        f"{P}::test_a_compressed_pickle_is_refused_before_it_is_unpacked",
-        f"{P}::test_a_parquet_file_that_claims_a_billion_rows", f"{LOAD}::test_a_decompression_bomb_is_refused",
+        f"{INPUTS}::test_a_pickle_that_claims_more_than_it_holds",
+        f"{INPUTS}::test_a_compressed_pickle_is_refused_before_it_is_unpacked",
+        f"{INPUTS}::test_a_parquet_file_that_claims_a_billion_rows", f"{LOAD}::test_a_decompression_bomb_is_refused",
     ),
     "YAML duplicates and typos": (
         "command: YAML key twice", "command: YAML typo", "command: YAML with an object",
@@ -94,8 +98,8 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     ),
     "cache keys": (
         "command: half a vote of other data", "command: votes of another target",
-        f"{P}::test_compare_keeps_units_of_other_task_settings_apart",
-        f"{P}::test_a_frozen_weight_is_part_of_a_votes_identity",
+        f"{RESUMING}::test_compare_keeps_units_of_other_task_settings_apart",
+        f"{RESUMING}::test_a_frozen_weight_is_part_of_a_votes_identity",
         "tests/test_comparison.py::test_another_setting_reads_no_old_unit",
     ),
     # Data
@@ -108,7 +112,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     ),
     "empty data": ("command: empty data", f"{LOAD}::test_empty_folders_and_unknown_files_are_refused"),
     "fewer than k": (
-        "command: fewer than k", f"{P}::test_allow_fewer_takes_what_there_is",
+        "command: fewer than k", f"{INPUTS}::test_allow_fewer_takes_what_there_is",
         f"{SPLITS}::test_a_class_with_too_few_is_named",
     ),
     "duplicates and leakage": (
@@ -117,12 +121,12 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "tests/test_comparison.py::test_an_example_on_two_sides_is_refused",
     ),
     "CSV strings": (
-        "command: CSV line with too many fields", f"{P}::test_csv_values_stay_strings",
+        "command: CSV line with too many fields", f"{INPUTS}::test_csv_values_stay_strings",
         f"{LOAD}::test_strings_stay_strings", f"{LOAD}::test_bad_csv_is_refused_with_its_place",
     ),
     "truncated image": (
         "command: truncated image", f"{LOAD}::test_damaged_images_are_found_while_loading",
-        f"{P}::test_postscript_is_never_decoded",
+        f"{INPUTS}::test_postscript_is_never_decoded",
     ),
     # Process
     "output is or lies in an input": (
@@ -133,19 +137,19 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     "non-empty output": (
         "command: non-empty output", f"{T}::test_non_empty_output_needs_overwrite_and_is_swapped_whole",
     ),
-    "two writers": (f"{P}::test_a_held_lock_is_code_seven", f"{SHARE}::test_a_share_of_the_series_is_clean"),
+    "two writers": (f"{WRITING}::test_a_held_lock_is_code_seven", f"{SHARE}::test_a_share_of_the_series_is_clean"),
     "full disk": (
-        f"{P}::test_a_disk_without_room_is_known_before_the_first_byte", f"{SHARE}::test_a_share_of_the_series_is_clean",
+        f"{WRITING}::test_a_disk_without_room_is_known_before_the_first_byte", f"{SHARE}::test_a_share_of_the_series_is_clean",
     ),
     "kill": (
-        f"{SHARE}::test_a_share_of_the_series_is_clean", f"{P}::test_a_writer_killed_between_the_renames_loses_nothing",
-        f"{P}::test_finished_shards_are_not_written_again", f"{P}::test_a_resumed_vote_keeps_engine_samples_and_notes",
+        f"{SHARE}::test_a_share_of_the_series_is_clean", f"{WRITING}::test_a_writer_killed_between_the_renames_loses_nothing",
+        f"{RESUMING}::test_finished_shards_are_not_written_again", f"{RESUMING}::test_a_resumed_vote_keeps_engine_samples_and_notes",
         "tests/test_comparison.py::test_a_killed_run_loses_one_unit_and_gives_the_same_json",
         "tests/test_finetuning.py::test_resumed_equals_uninterrupted",
     ),
     "out of memory": (
-        f"{P}::test_out_of_memory_is_an_error_unless_the_batch_may_shrink",
-        f"{P}::test_the_batch_halves_only_when_allowed_and_is_recorded",
+        f"{WRITING}::test_out_of_memory_is_an_error_unless_the_batch_may_shrink",
+        f"{WRITING}::test_the_batch_halves_only_when_allowed_and_is_recorded",
     ),
     # Promises without a row of their own
     "every tensor accounted for": (f"{T}::test_manifest_accounts_for_every_tensor_and_verify_finds_changes",),
@@ -155,7 +159,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "tests/test_card.py::test_hostile_names_stay_text",
     ),
     "determinism": (
-        f"{P}::test_same_seed_same_settings_same_bits", f"{P}::test_what_changes_bits_is_in_the_manifest",
+        f"{DETERMINISM}::test_same_seed_same_settings_same_bits", f"{DETERMINISM}::test_what_changes_bits_is_in_the_manifest",
     ),
 }  # fmt: skip
 

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.reliability.faults import FAULTS
-from tests.reliability.world import World, hashes, left_behind, make_world, say
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world") / "whole")
-
-
-@pytest.fixture
-def world(whole: World, tmp_path: Path) -> World:
-    shutil.copytree(whole.home, tmp_path / "world")
-    return World(tmp_path / "world")
+from tests.reliability.world import World, hashes, left_behind, say
 
 
 @pytest.mark.parametrize("name", FAULTS)

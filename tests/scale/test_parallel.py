@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from torch import nn
 from gradfix.cli import run
 from gradfix.errors import GradfixError
 from gradfix.processes import Group, LostProcess, in_processes, joined, report, together
+from gradfix.votes import resume
 from gradfix.votes.parallel import Batches, collect_in_parallel, share_of
 from gradfix.votes.tally import SignVotes
 from tiny import save_tiny, toy_texts, write_rows
@@ -107,7 +109,36 @@ def _one_bad_rank(group: Group) -> None:
             raise ValueError("only here")
 
 
-def _many_checks(failing: str) -> dict[str, object]:
+def _with_one_bad_sample(group: Group, folder: str) -> list[tuple[int, tuple[str, ...], list[float]]]:
+    """The votes undisturbed, and once more after both processes were interrupted behind their third batch."""
+    data = torch.randn(300, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    data[7] = float("nan")
+    batches = Batches(lambda rows: data[list(rows)], range(300), 30)
+    where = [f"train.jsonl:{number + 1}" for number in range(300)]
+    resume.resumable.__defaults__ = (0.0,)
+    taken = iter(range(100))
+
+    def dying(amount: int) -> None:
+        if next(taken) == 2:
+            raise KeyboardInterrupt
+
+    def vote(**options: object) -> tuple[int, tuple[str, ...], list[float]]:
+        votes = collect_in_parallel(
+            group, _Net(), lambda m, x: m(x), batches, "loop", where=where, **options
+        )  # fmt: skip
+        return votes.count, votes.notes, votes["weight"].tolist()
+
+    part = Path(folder) / f"{group.rank}.part"
+    with contextlib.suppress(KeyboardInterrupt):
+        vote(checkpoint=part, progress=dying)
+    assert part.is_file()
+    again: list[int] = []
+    found = [vote(), vote(checkpoint=part, progress=again.append)]
+    assert sum(again) == 150 - 2 * 30  # of each process's half, two batches were on disk
+    return found
+
+
+def _many_checks(folder: str) -> dict[str, object]:
     """One group of processes, every check in it: starting processes is what costs."""
     data = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with joined() as group:
@@ -120,16 +151,20 @@ def _many_checks(failing: str) -> dict[str, object]:
         found["few"] = collect_in_parallel(group, _Net(), lambda m, x: m(x), few, "loop")["weight"].tolist()
         found["data"] = _told(_one_bad_sample, group, data)
         found["one rank"] = _told(_one_bad_rank, group)
-        if failing == "killed" and group.rank == 1:
-            os.kill(os.getpid(), 9)
-        if failing == "killed":
-            group.gather(None)
+        found["resumed"] = _with_one_bad_sample(group, folder)
         return found
+
+
+def _one_is_killed(_: object) -> None:
+    with joined() as group:
+        if group.rank == 1:
+            os.kill(os.getpid(), 9)
+        group.gather(None)
 
 
 def test_one_group_of_processes(tmp_path):
     steps: list[int] = []
-    found = in_processes(_many_checks, "", 2, steps.append)
+    found = in_processes(_many_checks, str(tmp_path), 2, steps.append)
     data = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     from gradfix import collect_votes
 
@@ -142,11 +177,14 @@ def test_one_group_of_processes(tmp_path):
         == "DataError: 1 of 5 samples give a loss that is not finite, first sample 4: loss is nan. Repair or remove them, or compute in another --dtype."
     )
     assert found["one rank"] == "GradfixError: internal error in one of the processes: ValueError: only here"
+    whole, again = found["resumed"]
+    assert whole == again
+    assert whole[:2] == (299, ("train.jsonl:8: loss is nan",))
 
 
 def test_a_killed_process_ends_the_job_with_one_line():
     with pytest.raises(LostProcess, match="ended without a word") as caught:
-        in_processes(_many_checks, "killed", 2)
+        in_processes(_one_is_killed, None, 2)
     assert caught.value.exit_code == 8
     assert "\n" not in str(caught.value)
 

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError
 MANIFEST = "gradfix.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 UMASK_MODE = 0o666
+_HELD: ContextVar[frozenset[Path]] = ContextVar("locks held here", default=frozenset())
 
 
 def _umask() -> int:
@@ -123,12 +125,20 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """One writer at a time; the kernel drops the lock of a process that dies."""
+    """One writer at a time; the kernel drops the lock of a process that dies.
+
+    A long run takes it before its first computation, and the write at its end finds it already held."""
+    out = Path(os.path.abspath(out))
     lock = out.parent / f".{out.name}.gradfix.lock"
+    if lock in _HELD.get():
+        yield
+        return
     descriptor = _take_lock(out, lock)
+    token = _HELD.set(_HELD.get() | {lock})
     try:
         yield
     finally:
+        _HELD.reset(token)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradfix.checkpoints.write import discard
 from gradfix.comparison.arena import restored
 from gradfix.comparison.costs import Work
 from gradfix.finetuning import finetune
@@ -28,6 +29,6 @@ def tuned_target(
         finetune(bound, train, checkpoint=checkpoint, **recipe)
         update = TaskVector({name: p.detach() - before[name] for name, p in bound.model.named_parameters()})
     if checkpoint is not None:
-        checkpoint.unlink(missing_ok=True)
+        discard(checkpoint)
     samples = recipe["steps"] * min(recipe["batch_size"], len(train))
     return update, Work(forward=samples, backward=samples, steps=recipe["steps"])

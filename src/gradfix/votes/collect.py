@@ -22,7 +22,7 @@ from gradfix.taskvector import TaskVector
 from gradfix.votes.batched import batched
 from gradfix.votes.identity import probe_module
 from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, folding, loop, samples, take
-from gradfix.votes.tally import SignVotes, Tally, dtype_for
+from gradfix.votes.tally import SignVotes, Sums, Tally, dtype_for
 
 Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
 ENGINES: Registry[Engine] = Registry("engine")
@@ -52,7 +52,7 @@ def collect_votes(
     `identity` then names what the loss depends on besides model and batches. `where` are the samples' names
     for messages."""
     if vote == "mean":
-        return _mean_votes(model, loss, batches, progress)
+        return _mean_votes(model, loss, batches, progress, checkpoint, identity, where)
     if vote != "majority":
         raise UsageError(unknown("vote", vote, ["majority", "mean"]))
     tally = Tally(voting_parameters(model))
@@ -61,10 +61,11 @@ def collect_votes(
     with left_as_it_was(model):
         fold: Engine | None = None
         if checkpoint is not None:
-            from gradfix.votes.resume import model_key, resumable
+            from gradfix.votes.resume import resumable, vote_key
 
             batches, fold, notes = _engine_of_the_first(engine, model, loss, batches, tally)
-            batches = resumable(checkpoint, tally, batches, key=identity + model_key(model), bad=bad)
+            key = vote_key(model, "majority", engine, identity)
+            batches = resumable(checkpoint, tally, batches, key=key, bad=bad)
         notes += _run(engine, model, loss, batches, tally, progress, bad, fold, where)
     if tally.count == 0:
         raise DataError("no samples to vote with; check the data and --shots.")
@@ -103,11 +104,7 @@ def _run(
         good, skipped = finite_samples(model, loss, batch, first=seen, where=where)
         seen += batch_size(batch)
         bad.extend(skipped)
-        if len(bad) > BAD_SAMPLE_SHARE * seen:
-            raise DataError(
-                f"{len(bad)} of {seen} samples give a loss that is not finite, first {bad[0]}. "
-                "Repair or remove them, or compute in another --dtype."
-            )
+        refuse_bad(bad, seen if where is None else len(where))
         if good is not None:
             if fold is None:
                 fold, note = choose_engine(engine, model, loss, good, tally)
@@ -116,6 +113,17 @@ def _run(
         if progress is not None:
             progress(batch_size(batch))
     return notes
+
+
+def refuse_bad(bad: Sequence[str], samples: int) -> None:
+    """A few bad samples are left out; more than one in a hundred means that something else is wrong.
+
+    Of all samples where their number is known, else of those seen so far."""
+    if len(bad) > BAD_SAMPLE_SHARE * samples:
+        raise DataError(
+            f"{len(bad)} of {samples} samples give a loss that is not finite, first {bad[0]}. "
+            "Repair or remove them, or compute in another --dtype."
+        )
 
 
 def _folded(fold: Engine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> bool:
@@ -176,47 +184,60 @@ def finite_samples(
 
 def collect_gradient(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> TaskVector:
     """The mean gradient over all samples, in float32 or better; the real-valued reference of `magnitude`."""
-    parameters = voting_parameters(model)
-    sums = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-        for name, p in parameters.items()
-    }
-    count = 0
+    return TaskVector(_summed(model, loss, batches).mean())
+
+
+def _mean_votes(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    progress: Callable[[int], None] | None,
+    checkpoint: Path | None,
+    identity: str,
+    where: Sequence[str] | None,
+) -> SignVotes:
+    sums = _summed(model, loss, batches, progress, checkpoint, identity, where)
+    dtype = dtype_for(sums.count)
+    votes = {name: (-g.sign()).to(dtype) * sums.count for name, g in sums.mean().items()}
+    return SignVotes(votes, sums.count, rule="mean", disk_names=_aliases(model), probe=probe_module(model))
+
+
+def _summed(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    progress: Callable[[int], None] | None = None,
+    checkpoint: Path | None = None,
+    identity: str = "",
+    where: Sequence[str] | None = None,
+) -> Sums:
+    """The gradients of all samples, added up one after the other."""
+    sums = Sums(voting_parameters(model))
 
     def fold(name: str, gradient: Tensor) -> None:
         sums[name].add_(gradient.to_dense() if gradient.is_sparse else gradient)
 
-    with left_as_it_was(model), folding(Tally(parameters), fold):
+    with left_as_it_was(model), folding(sums, fold):
+        if checkpoint is not None:
+            from gradfix.votes.resume import resumable, vote_key
+
+            batches = resumable(checkpoint, sums, batches, key=vote_key(model, "mean", identity))
         for batch in batches:
             for sample in samples(batch):
-                count += 1
+                sums.reserve(1)
                 with torch.enable_grad():
                     value = loss(model, sample).sum()
                 if not torch.isfinite(value):
-                    raise DataError(f"sample {count - 1} gives a loss of {float(value)}.")
+                    name = f"sample {sums.count - 1}" if where is None else where[sums.count - 1]
+                    raise DataError(
+                        f"{name} gives a loss of {float(value)}. Repair or remove it, or compute in another --dtype."
+                    )
                 value.backward()
-    if count == 0:
-        raise DataError("no samples to take a gradient of; check the data and --shots.")
-    return TaskVector({name: total / count for name, total in sums.items()})
-
-
-def _mean_votes(
-    model: nn.Module, loss: Loss, batches: Iterable[Batch], progress: Callable[[int], None] | None
-) -> SignVotes:
-    seen = 0
-
-    def counted() -> Iterator[Batch]:
-        nonlocal seen
-        for batch in batches:
-            seen += batch_size(batch)
-            yield batch
             if progress is not None:
                 progress(batch_size(batch))
-
-    gradient = collect_gradient(model, loss, counted())
-    dtype = dtype_for(seen)
-    votes = {name: (-g.sign()).to(dtype) * seen for name, g in gradient.items()}
-    return SignVotes(votes, seen, rule="mean", disk_names=_aliases(model), probe=probe_module(model))
+    if sums.count == 0:
+        raise DataError("no samples to take a gradient of; check the data and --shots.")
+    return sums
 
 
 def voting_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -18,16 +18,16 @@ from torch import nn
 from gradfix.errors import DataError
 from gradfix.processes import Group, together
 from gradfix.votes.collect import (
-    BAD_SAMPLE_SHARE,
     Engine,
     choose_engine,
     finish,
     finite_samples,
     left_as_it_was,
+    refuse_bad,
     voting_parameters,
 )
 from gradfix.votes.loop import Batch, Loss, batch_size, loop, take
-from gradfix.votes.resume import model_key, resumable
+from gradfix.votes.resume import resumable, vote_key
 from gradfix.votes.tally import SignVotes, Tally, dtype_for
 
 
@@ -74,7 +74,8 @@ def collect_in_parallel(
         parts = own(by_sample=fold is loop)
         with together(group):
             if checkpoint is not None:
-                parts = resumable(checkpoint, tally, parts, key=identity + model_key(model), bad=bad)
+                key = vote_key(model, "majority", engine, identity)
+                parts = resumable(checkpoint, tally, parts, key=key, bad=bad)
             for part in parts:
                 good, skipped = finite_samples(model, loss, part, first=place, where=where)
                 bad += [f"{place}\t{text}" for text in skipped]
@@ -87,7 +88,7 @@ def collect_in_parallel(
     _add_up(group, tally)
     votes: list[SignVotes] = []
     with together(group):
-        _refuse_bad(found, batches)
+        _refuse_bad(found, batches, where is not None)
         if tally.count == 0:
             raise DataError("no samples to vote with; check the data and --shots.")
         votes.append(finish(model, tally, [*(text for _, text in found), *notes]))
@@ -125,15 +126,14 @@ def _agreed_engine(
     return (loop, list(refusals[0])) if refusals else (fold, list(notes))
 
 
-def _refuse_bad(found: list[tuple[int, str]], batches: Batches) -> None:
-    """Stop where one process would have stopped: too many bad samples among those seen so far."""
+def _refuse_bad(found: Sequence[tuple[int, str]], batches: Batches, named: bool) -> None:
+    """Stop where one process would have stopped."""
+    bad = [text for _, text in found]
     for number, (place, _) in enumerate(found, 1):
-        seen = min((place // batches.size + 1) * batches.size, len(batches.rows))
-        if number > BAD_SAMPLE_SHARE * seen:
-            raise DataError(
-                f"{number} of {seen} samples give a loss that is not finite, first {found[0][1]}. "
-                "Repair or remove them, or compute in another --dtype."
-            )
+        seen = (
+            len(batches.rows) if named else min((place // batches.size + 1) * batches.size, len(batches.rows))
+        )
+        refuse_bad(bad[:number], seen)
 
 
 def _add_up(group: Group, tally: Tally) -> None:

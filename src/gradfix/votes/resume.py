@@ -1,7 +1,8 @@
 """Go on where an interrupted vote stopped.
 
 After each batch the tally is saved beside the output; the next run with the same model and batches skips
-what is already counted. Votes are sums of integers, so the result is the same bit for bit."""
+what is already counted. Votes are sums of integers, and the mean rule adds its samples in their order, so the
+result is the same bit for bit."""
 
 from __future__ import annotations
 
@@ -70,9 +71,13 @@ def weights_key(tensors: Mapping[str, Tensor], about: str = "") -> str:
     return digest.hexdigest()
 
 
-def model_key(model: nn.Module) -> str:
-    """All weights and buffers, those that do not vote included: they shape the votes of the others."""
-    return weights_key({**dict(model.named_buffers()), **dict(model.named_parameters())})
+def vote_key(model: nn.Module, *settings: str) -> str:
+    """All that shapes a vote besides its batches: settings, device, and every weight and buffer of the model.
+
+    Those that do not vote are included: they shape the votes of the others."""
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    devices = sorted({tensor.device.type for tensor in tensors.values()})
+    return weights_key(tensors, repr((settings, devices)))
 
 
 def _save(path: Path, tally: Tally, key: str, done: int, chain: str, bad: list[str]) -> None:

@@ -227,3 +227,28 @@ class Tally:
     def votes(self) -> dict[str, Tensor]:
         dtype = dtype_for(self.count)
         return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+
+class Sums(Tally):
+    """Real accumulators for the mean rule, in float32 or better: `tally[name]` is the sum of gradients so far.
+
+    Sums of reals depend on their order, so samples are added one after the other, resumed or not."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.count = 0
+        self._buffers = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for name, p in self.parameters.items()
+        }
+
+    def reserve(self, samples: int) -> None:
+        self.count += samples
+
+    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        self.count = count
+        for name, buffer in self._buffers.items():
+            buffer.copy_(tensors[name])
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: buffer / self.count for name, buffer in self.items()}

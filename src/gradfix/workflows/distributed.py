@@ -14,7 +14,7 @@ from torch import nn
 
 from gradfix.checkpoints.folder import target_fingerprint
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
-from gradfix.checkpoints.write import discard, locked, make_parent
+from gradfix.checkpoints.write import locked, make_parent
 from gradfix.errors import UsageError
 from gradfix.processes import Group, Step, in_processes, joined, report, together
 from gradfix.tasks.loading import BUILDER
@@ -26,7 +26,14 @@ from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import VoteConfig
 from gradfix.workflows.guard import guard_outputs
 from gradfix.workflows.setting import Setting, Shots, draw, setting
-from gradfix.workflows.voting import VoteResult, on_disk, origin_of
+from gradfix.workflows.voting import (
+    VoteResult,
+    asked_of,
+    forget_partial_votes,
+    on_disk,
+    origin_of,
+    partial_vote,
+)
 
 
 def vote_in_processes(config: VoteConfig, progress: Step | None = None) -> VoteResult:
@@ -67,18 +74,18 @@ def _vote(group: Group, config: VoteConfig) -> VoteResult:
             config = replace(config, device=group.device(config.device))
             start, shots = _prepared(group, config, held)
             bound = start.open(config.target)
-        resume = out.with_name(f".{out.name}.{group.rank}-of-{group.size}.part") if config.resume else None
+        resume = partial_vote(out, f"{group.rank}-of-{group.size}.") if config.resume else None
         votes = collect_in_parallel(
             group, bound.model, bound.loss, Batches(bound.collate, shots.fewshot, config.batch_size),
-            config.engine, checkpoint=resume, identity=repr(vars(start.task)),
+            config.engine, checkpoint=resume, identity=asked_of(start.task, bound),
             where=[row.where for row in shots.fewshot], progress=report,
         )  # fmt: skip
         with together(group):  # nobody forgets its part before the sum is on disk
             if group.leads:
                 votes = on_disk(votes, bound, config.target, origin_of(config, bound, shots.fewshot))
                 votes.save(out)
-        if resume is not None:
-            discard(resume)
+        if resume is not None:  # on every process: the others may have disks of their own
+            forget_partial_votes(config)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
 
 

@@ -1,25 +1,27 @@
-"""Outputs are never inputs: one check for every command, before anything is read.
+"""Outputs are never inputs and have one writer: the same checks for every command, before anything is computed.
 
-Files are compared by inode, so links and other spellings do not fool it."""
+Files are compared by inode, so links and other spellings do not fool them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradfix.checkpoints.write import refuse_inside
+from gradfix.checkpoints.write import locked, make_parent, refuse_inside, refuse_occupied
 from gradfix.data.files import is_table
 from gradfix.errors import OutputError
 
 CHECKPOINTS = ("base", "tuned", "target", "target_tuned", "model", "head_from", "checkpoints")
+OUTPUTS = ("out", "report", "work")
 FILES = ("data", "validation", "unlabelled", "votes", "results", "config")
 
 
 def guard_outputs(config: Any, *files: str | None) -> None:
     """Refuse a config whose outputs, or these further files, would touch one of its inputs."""
     weights, others = _existing(config, CHECKPOINTS), _existing(config, FILES)
-    for name in (getattr(config, "out", None), getattr(config, "report", None), *files):
+    for name in (*(getattr(config, output, None) for output in OUTPUTS), *files):
         if name is None or name == "-":
             continue
         out = Path(name)
@@ -30,6 +32,21 @@ def guard_outputs(config: Any, *files: str | None) -> None:
             raise OutputError(
                 f"output {out} is a data file of the input; inputs are never modified. Choose another."
             )
+
+
+@contextlib.contextmanager
+def sole_writer(config: Any) -> Iterator[None]:
+    """Hold the output folder from the first computation on: a second writer is told at once, not at its end.
+
+    A dry run writes nothing and holds nothing."""
+    if config.dry_run:
+        yield
+        return
+    out = Path(config.out)
+    make_parent(out)
+    with locked(out):
+        refuse_occupied(out, config.overwrite)  # by a writer that has finished meanwhile
+        yield
 
 
 def _existing(config: Any, names: Iterable[str]) -> list[Path]:

@@ -13,6 +13,7 @@ from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, w
 from gradfix.data import few_shot
 from gradfix.scoring import evaluate
 from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
+from gradfix.workflows.guard import sole_writer
 from gradfix.workflows.memory import halving_batches, in_dict
 from gradfix.workflows.setting import draw, setting
 
@@ -37,26 +38,28 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     source, out = open_checkpoint(config.model), Path(config.out)
     refuse_inside(out, [source.path] if source.path else [])
     refuse_occupied(out, config.overwrite)
-    state = out.with_name(f".{out.name}.finetune")
     start = setting(config)
     rows = start.dataset.pick("train")
     if config.shots is not None:
         rows = [rows[index] for index in few_shot(rows, config.shots, config.seed)]
-    bound = start.open(config.model)
     if config.dry_run:
+        start.open(config.model)
         return {
             "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}"
         }
-    finetune(
-        bound, rows, steps=config.steps, batch_size=config.train_batch, lr=config.lr,
-        weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
-        checkpoint=state,
-    )  # fmt: skip
-    save_like(
-        source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
-        extras=bound.save_extras,
-    )  # fmt: skip
-    discard(state)
+    with sole_writer(config):
+        bound = start.open(config.model)
+        state = out.with_name(f".{out.name}.finetune")
+        finetune(
+            bound, rows, steps=config.steps, batch_size=config.train_batch, lr=config.lr,
+            weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
+            checkpoint=state,
+        )  # fmt: skip
+        save_like(
+            source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
+            extras=bound.save_extras,
+        )  # fmt: skip
+        discard(state)
     result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}"}
     test = start.dataset.splits.get("test")
     if test:

@@ -34,6 +34,7 @@ from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
 from gradfix.workflows.configs import TransportConfig, given
+from gradfix.workflows.guard import sole_writer
 from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, read_unlabelled, setting
@@ -95,10 +96,11 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     stage("reading examples")
     shots = draw(start, config, config.validation, config.base)
     checkpoints = {"base": base, "tuned": tuned, "target": target}
-    if config.check and not config.force:
-        stage("checking that the fine-tune beats its base")
-        _refuse_swapped(config, start, shots, checkpoints)
-    return _Transport(config, start, shots, checkpoints, stage).run()
+    with sole_writer(config):
+        if config.check and not config.force:
+            stage("checking that the fine-tune beats its base")
+            _refuse_swapped(config, start, shots, checkpoints)
+        return _Transport(config, start, shots, checkpoints, stage).run()
 
 
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
@@ -348,7 +350,7 @@ class _Transport:
         }
         common: dict[str, Any] = {
             "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
-            "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self._extras(details),
+            "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self.bound.save_extras,
             "progress": Meter(nbytes(self.checkpoints["target"]), self.stage),
         }  # fmt: skip
         if adapter is not None:
@@ -386,15 +388,9 @@ class _Transport:
             adapter.scaled(choice.alpha), config.out, model=self.bound.model, target=self.checkpoints["target"],
             base_name=config.target, overwrite=config.overwrite, inputs=self.checkpoints, notes=notes,
             config={"mask": config.mask, "alpha": choice.alpha, "margin": choice.margin, "seed": config.seed},
-            details=details, extras=self._extras(details),
+            details=details, extras=self.bound.save_extras,
         )  # fmt: skip
         held = len(adapter.factors) + len(adapter.whole)
         return StreamReport(
             Path(config.out), held, 0, len(adapter.dropped), adapter.retained, 1.0, 0.0, notes=tuple(notes)
         )
-
-    def _extras(self, details: dict[str, Any]) -> Callable[[Path], None]:
-        def write(staging: Path) -> None:
-            self.bound.save_extras(staging)
-
-        return write

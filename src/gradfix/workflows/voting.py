@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.folder import device_name, target_fingerprint, versions
-from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent
 from gradfix.data import Row
 from gradfix.errors import UsageError
 from gradfix.processes import launched
-from gradfix.tasks.base import Bound
+from gradfix.tasks.base import Bound, Task
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import VoteConfig
@@ -33,15 +34,19 @@ class VoteResult:
     notes: tuple[str, ...]
 
 
-def _forget(config: VoteConfig) -> None:
-    discard(_partial(Path(config.out)))
+def partial_vote(out: Path, process: str = "") -> Path:
+    """Where an interrupted vote is kept; each of several processes has its own."""
+    return out.with_name(f".{out.name}.{process}part")
 
 
-def _partial(out: Path) -> Path:
-    return out.with_name(f".{out.name}.part")
+def forget_partial_votes(config: VoteConfig) -> None:
+    """What earlier runs kept for this output, however many processes they had."""
+    out = Path(config.out)
+    for path in {partial_vote(out), *out.parent.glob(f".{glob.escape(out.name)}.*-of-*.part")}:
+        discard(path)
 
 
-@halving_batches(in_notes, _forget)
+@halving_batches(in_notes, forget_partial_votes)
 def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     """Draw the few-shot set, ask the target's gradients, write the votes tied to the target's hash."""
     if config.sharded and config.processes < 2 and not launched():
@@ -60,7 +65,7 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     start = setting(config)
     shots = draw(start, config, base=config.base)
     out = Path(config.out)
-    resume = _partial(out) if config.resume else None
+    resume = partial_vote(out) if config.resume else None
     make_parent(out)
     with locked(out):
         bound = start.open(config.target)
@@ -71,15 +76,20 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
             vote=config.vote,  # type: ignore[arg-type]
             engine=config.engine,
             checkpoint=resume,
-            identity=repr((vars(start.task), bound.prompts if hasattr(bound, "prompts") else None)),
+            identity=asked_of(start.task, bound),
             where=[row.where for row in shots.fewshot],
             progress=progress,
         )
         votes = on_disk(votes, bound, config.target, origin_of(config, bound, shots.fewshot))
         votes.save(out)
         if resume is not None:
-            discard(resume)
+            forget_partial_votes(config)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
+
+
+def asked_of(task: Task, bound: Bound) -> str:
+    """What a vote depends on besides model, batches and engine: the task's settings and the prompts."""
+    return repr((vars(task), getattr(bound, "prompts", None)))
 
 
 def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[str, Any]:
@@ -107,11 +117,17 @@ def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[
 
 
 def on_disk(
-    votes: SignVotes, bound: Bound, target: str, origin: Mapping[str, Any] | None = None
+    votes: SignVotes,
+    bound: Bound,
+    target: str,
+    origin: Mapping[str, Any] | None = None,
+    names: NameMap | None = None,
 ) -> SignVotes:
-    """The same votes under the checkpoint's own names, tied to its hash."""
+    """The same votes under the checkpoint's own names, tied to its hash.
+
+    `names` are those from before the model was taken apart, where it was."""
     checkpoint = open_checkpoint(target)
-    mapping = name_map(bound.model, checkpoint.names())
+    mapping = names or name_map(bound.model, checkpoint.names())
     tensors = mapping.to_disk({name: tensor.cpu() for name, tensor in votes.items()})
     return SignVotes(
         {name: tensor for name, tensor in tensors.items() if name in checkpoint},
