@@ -44,32 +44,38 @@ def rows_of(parameter: Any) -> Rows:
 @torch.no_grad()
 def load_slices(model: nn.Module, names: NameMap, checkpoint: Checkpoint) -> None:
     """Fill every parameter's local slice; every parameter must find its weights."""
-    back = dict(names.renamed)
     for name, parameter in model.named_parameters():
-        rows = rows_of(parameter)
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if name in back:
-            disk = back[name]
+        found = read_rows(name, parameter, rows_of(parameter), names, checkpoint)
+        local.copy_(found.view(local.shape))
+
+
+def read_rows(name: str, like: Tensor, rows: Rows, names: NameMap, checkpoint: Checkpoint) -> Tensor:
+    """Entries of module tensor `name`, flat, in the file's own dtype or (where fused) in that of `like`."""
+    if name in names.renamed:
+        disk = names.renamed[name]
+        check_stored(disk, like.shape, checkpoint)
+        return checkpoint.span(disk, rows.first, rows.count)
+    flat = torch.full((rows.count,), float("nan"), dtype=like.dtype)
+    for disk, place in names.fused.items():
+        if name in place.sources:
             if disk not in checkpoint:
-                raise CorruptInput(
-                    f"{checkpoint} lacks {disk!r}. The file is incomplete or of another model."
-                )
-            if checkpoint.info(disk).shape != tuple(parameter.shape):
-                raise IncompatibleCheckpoints(
-                    f"{checkpoint}: tensor {disk!r} is {list(checkpoint.info(disk).shape)}, but the config says "
-                    f"{list(parameter.shape)}."
-                )
-            local.copy_(checkpoint.span(disk, rows.first, rows.count).view(local.shape))
-            continue
-        flat = torch.full((rows.count,), float("nan"), dtype=parameter.dtype)
-        for disk, place in names.fused.items():
-            if name in place.sources:
-                if disk not in checkpoint:
-                    raise CorruptInput(f"{checkpoint} lacks {disk!r}. The file is incomplete.")
-                _fill(flat, rows, name, place, checkpoint, disk)
-        if bool(flat.isnan().any()):
-            raise CorruptInput(f"{checkpoint} does not hold all of {name!r}, or holds NaN in it.")
-        local.copy_(flat.view(local.shape))
+                raise CorruptInput(f"{checkpoint} lacks {disk!r}. The file is incomplete.")
+            _fill(flat, rows, name, place, checkpoint, disk)
+    if bool(flat.isnan().any()):
+        raise CorruptInput(f"{checkpoint} does not hold all of {name!r}, or holds NaN in it.")
+    return flat
+
+
+def check_stored(disk: str, shape: torch.Size, checkpoint: Checkpoint) -> None:
+    """The file must hold this tensor in this shape."""
+    if disk not in checkpoint:
+        raise CorruptInput(f"{checkpoint} lacks {disk!r}. The file is incomplete or of another model.")
+    if checkpoint.info(disk).shape != tuple(shape):
+        raise IncompatibleCheckpoints(
+            f"{checkpoint}: tensor {disk!r} is {list(checkpoint.info(disk).shape)}, but the config says "
+            f"{list(shape)}."
+        )
 
 
 def _fill(flat: Tensor, rows: Rows, name: str, place: Any, checkpoint: Checkpoint, disk: str) -> None:

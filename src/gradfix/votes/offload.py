@@ -9,59 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint
-from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.collect import finite_samples, left_as_it_was
 from gradfix.votes.loop import Batch, Loss, batch_size, samples
+from gradfix.votes.placing import canonical_names
 from gradfix.votes.sharded import blocks
 from gradfix.votes.tally import SignVotes, dtype_for
-
-
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every parameter name -> the first name of the same tensor; ask before the weights are offloaded."""
-    first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def load_offloaded(
-    make: Callable[[], nn.Module],
-    source: Checkpoint,
-    folder: Path,
-    max_memory: Mapping[int | str, int | str] | None,
-) -> tuple[nn.Module, dict[str, str]]:
-    """The model with as many weights in memory as `max_memory` allows, the rest on disk; and its tied names."""
-    from accelerate import infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
-
-    with init_empty_weights(include_buffers=False):
-        model = make()
-    getattr(model, "tie_weights", lambda: None)()
-    names = name_map(model, source.names())
-    if names.fused or any(name != disk for name, disk in names.renamed.items()):
-        raise UsageError(
-            f"the tensors of {source} have other names than its model's; it cannot be offloaded. Use --sharded."
-        )
-    kinds = sorted({type(block).__name__ for block in blocks(model)})
-    limits = None if max_memory is None else dict(max_memory)
-    device_map = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=kinds)
-    folder.mkdir(parents=True, exist_ok=True)
-    ties = canonical_names(model)
-    loaded: nn.Module = load_checkpoint_and_dispatch(
-        model, str(source.path), device_map=device_map, offload_folder=str(folder),
-        dtype=next(model.parameters()).dtype, no_split_module_classes=kinds,
-    ).eval()  # fmt: skip
-    return loaded, ties
 
 
 def collect_offloaded(
@@ -110,6 +71,7 @@ class _Folds:
         self.seen: Counter[str] = Counter()
         self.votes = {name: torch.zeros(parameters[name].shape, dtype=torch.int8) for name in uses}
         self.hung: Counter[str] = Counter()
+        self.sample = object()  # marks the weights that wait for the gradient of the sample at hand
         self.handles: list[Any] = []
         self.undo: list[Callable[[], None]] = []
 
@@ -125,10 +87,11 @@ class _Folds:
             forward = block.forward
             block.forward = _recomputed(forward)
             self.undo.append(partial(setattr, block, "forward", forward))
-        config = getattr(self.model, "config", None)
-        if config is not None and getattr(config, "use_cache", False):
-            config.use_cache = False
-            self.undo.append(lambda: setattr(config, "use_cache", True))
+        for module in self.model.modules():
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", False):  # a cache would grow once more when a block is recomputed
+                config.use_cache = False
+                self.undo.append(partial(setattr, config, "use_cache", True))
 
     def __exit__(self, *_: object) -> None:
         for handle in self.handles:
@@ -165,7 +128,7 @@ class _Folds:
             if self.seen[name] != max(wanted, 1):
                 raise UnsafeResult(
                     f"weight {name!r} was folded {self.seen[name]} times for one sample instead of {wanted}: it is "
-                    "not used by the loss, or used more than once. Such models cannot be offloaded; use --sharded."
+                    "not used by the loss, or its layer is used more than once. Vote on such a model in memory."
                 )
         for handle in self.handles:
             handle.remove()
@@ -173,6 +136,7 @@ class _Folds:
         self.sums.clear()
         self.seen.clear()
         self.hung.clear()
+        self.sample = object()
         self.count += 1
         kind = dtype_for(self.count + 1)
         if next(iter(self.votes.values())).dtype is not kind:  # before the next sample could wrap
@@ -180,9 +144,9 @@ class _Folds:
 
     def hang(self, name: str, parameter: nn.Parameter) -> None:
         """Wait for the gradient of a weight that was just brought in; tied ones may be one object or several."""
-        if getattr(parameter, "_hung_for", None) == self.count:
+        if getattr(parameter, "_hung_for", None) is self.sample:
             return
-        parameter._hung_for = self.count  # type: ignore[attr-defined]
+        parameter._hung_for = self.sample  # type: ignore[attr-defined]
         parameter.grad = None
         self.hung[self.names[name]] += 1
         self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self.fold, name)))
@@ -204,15 +168,31 @@ class _Fold(ModelHook):
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Reentrant on purpose: the first pass keeps neither activations nor weights."""
+    """Reentrant on purpose: the first pass keeps neither activations nor weights.
+
+    All tensors that come in are handed over one by one, wherever they were (a T5 decoder's layers get the
+    encoder's output and the position biases besides), so that each gets its gradient back."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        first, *rest = args
-        if not first.requires_grad:
-            first = first.detach().requires_grad_()
-        return checkpoint(lambda *given: forward(*given, **kwargs), first, *rest, use_reentrant=True)
+        leaves, inputs = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        outputs: list[Any] = []
+
+        def flat(_: Tensor, *tensors: Tensor) -> tuple[Any, ...]:
+            given = list(leaves)
+            for place, tensor in zip(places, tensors, strict=True):
+                given[place] = tensor
+            own_args, own_kwargs = tree_unflatten(given, inputs)
+            found, form = tree_flatten(forward(*own_args, **own_kwargs))
+            outputs[:] = [form]
+            return tuple(found)
+
+        # Without an input that asks for a gradient nothing would be recomputed, and no weight folded.
+        asking = torch.zeros((), requires_grad=True)
+        found = checkpoint(flat, asking, *(leaves[place] for place in places), use_reentrant=True)
+        return tree_unflatten(found, outputs[0])
 
     return run
 

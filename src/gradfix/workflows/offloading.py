@@ -12,7 +12,8 @@ from gradfix.checkpoints.write import locked, make_parent
 from gradfix.errors import UsageError
 from gradfix.processes import launched
 from gradfix.tasks.loading import BUILDER
-from gradfix.votes.offload import collect_offloaded, load_offloaded
+from gradfix.votes.offload import collect_offloaded
+from gradfix.votes.placing import Offloaded, load_offloaded
 from gradfix.workflows.configs import VoteConfig
 from gradfix.workflows.guard import guard_outputs
 from gradfix.workflows.setting import device_of, draw, setting
@@ -33,24 +34,28 @@ def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResu
     device = device_of(config.device)
     limit = config.max_memory
     limits = None if limit is None else {"cpu" if device == "cpu" else 0: limit}
-    ties: dict[str, str] = {}
+    folder = Path(str(config.offload))
+    built: list[Offloaded] = []
 
     def builder(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
-        model, found = load_offloaded(make, checkpoint, Path(str(config.offload)), limits)
-        ties.update(found)
-        return model
+        built.append(load_offloaded(make, checkpoint, folder, limits))
+        return built[-1].model
 
-    with locked(out):
+    make_parent(folder)
+    with (
+        locked(out),
+        locked(folder),
+    ):  # another vote would overwrite the weights this one reads from the folder
         token = BUILDER.set(builder)
         try:
             bound = start.open(config.target)
         finally:
             BUILDER.reset(token)
-        if not ties:
+        if len(built) != 1:
             raise UsageError(f"--offload knows transformers models only, not those of {config.target}.")
-        votes = collect_offloaded(
-            bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size), ties, progress=progress
-        )
-        votes = on_disk(votes, bound, config.target, origin_of(config, bound, shots.fewshot))
+        batches = bound.batches(shots.fewshot, config.batch_size)
+        votes = collect_offloaded(bound.model, bound.loss, batches, built[0].ties, progress=progress)
+        about = origin_of(config, bound, shots.fewshot)
+        votes = on_disk(votes, bound, config.target, about, built[0].names)
         votes.save(out)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
