@@ -26,8 +26,27 @@ from gradfix.votes.tally import Tally
 SAVE_EVERY_SECONDS = 10.0
 
 
+class Shelf:
+    """Where a process keeps its partial vote, and when it puts it there."""
+
+    def __init__(self, path: Path, every: float = SAVE_EVERY_SECONDS) -> None:
+        self.path, self.every = path, every
+        self.last = time.monotonic()
+
+    def load(self, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]:
+        """Fill the tally; how many batches it holds and the digest of what they were, or nothing (0)."""
+        return load_partial(self.path, tally, key, bad)
+
+    def due(self) -> bool:
+        return time.monotonic() - self.last >= self.every
+
+    def save(self, tally: Tally, key: str, done: int, chain: str, bad: list[str]) -> None:
+        save_partial(self.path, tally, key, done, chain, bad)
+        self.last = time.monotonic()
+
+
 def resumable(
-    path: Path,
+    path: Path | Shelf,
     tally: Tally,
     batches: Iterable[Batch],
     every: float = SAVE_EVERY_SECONDS,
@@ -39,12 +58,12 @@ def resumable(
 
     `key` names whatever else the votes depend on (prompts, frozen weights, options); `bad` are the samples
     left out so far, kept with the count so that a resumed vote names and weighs them too."""
+    shelf = path if isinstance(path, Shelf) else Shelf(path, every)
     key = weights_key(tally.parameters, key)
     chain = hashlib.sha256(key.encode())
     skipped = [] if bad is None else bad
-    done, saved_chain = _load(path, tally, key, skipped)
+    done, saved_chain = shelf.load(tally, key, skipped)
     pending = done > 0
-    last = time.monotonic()
     for index, batch in enumerate(batches):
         _update(chain, batch)
         if pending:
@@ -53,13 +72,12 @@ def resumable(
             pending = False
             if chain.hexdigest() == saved_chain:
                 continue
-            raise _stranger(path)
+            raise stranger(shelf.path)
         yield batch
-        if time.monotonic() - last >= every:
-            _save(path, tally, key, index + 1, chain.hexdigest(), skipped)
-            last = time.monotonic()
+        if shelf.due():
+            shelf.save(tally, key, index + 1, chain.hexdigest(), skipped)
     if pending:
-        raise _stranger(path)
+        raise stranger(shelf.path)
 
 
 def weights_key(tensors: Mapping[str, Tensor], about: str = "") -> str:
@@ -80,7 +98,7 @@ def vote_key(model: nn.Module, *settings: str) -> str:
     return weights_key(tensors, repr((settings, devices)))
 
 
-def _save(path: Path, tally: Tally, key: str, done: int, chain: str, bad: list[str]) -> None:
+def save_partial(path: Path, tally: Tally, key: str, done: int, chain: str, bad: list[str]) -> None:
     metadata = {
         "format": "gradfix.partial",
         "count": str(tally.count),
@@ -92,13 +110,13 @@ def _save(path: Path, tally: Tally, key: str, done: int, chain: str, bad: list[s
     save_tensors(path, {name: buffer.cpu().contiguous() for name, buffer in tally.items()}, metadata)
 
 
-def _load(path: Path, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]:
+def load_partial(path: Path, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]:
     if not path.is_file():
         return 0, ""
     file = SafetensorsFile(path)
     about = file.metadata
     if about.get("format") != "gradfix.partial" or about.get("key") != key:
-        raise _stranger(path)
+        raise stranger(path)
     try:
         tally.load({name: file.read(name) for name in file.entries}, int(about["count"]))
         bad.extend(json.loads(about["bad"]))
@@ -107,7 +125,7 @@ def _load(path: Path, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]
         raise CorruptInput(f"{path} is a damaged partial vote. Delete it, or pass --no-resume.") from None
 
 
-def _stranger(path: Path) -> CorruptInput:
+def stranger(path: Path) -> CorruptInput:
     return CorruptInput(
         f"{path} belongs to another vote (other data, options, batch size or model). "
         "Delete it, or pass --no-resume."

@@ -8,7 +8,7 @@ weight and step is an error."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from gradfix.processes import Group, together
 from gradfix.votes.collect import BAD_SAMPLE_SHARE, left_as_it_was, voting_parameters
 from gradfix.votes.loop import Batch, Loss, take
 from gradfix.votes.parallel import Batches
+from gradfix.votes.resume import resumable, weights_key
+from gradfix.votes.slots import Slots
 from gradfix.votes.tally import Tally
 
 MOST_IN_INT8 = 127
@@ -154,9 +156,14 @@ def collect_sharded(
     loss: Loss,
     batches: Batches,
     *,
+    shelf: Slots | None = None,
+    identity: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> ShardedVotes:
-    """One sample per process and step; every process keeps its slice of every tensor's votes."""
+    """One sample per process and step; every process keeps its slice of every tensor's votes.
+
+    With `shelf`, finished steps are saved there and skipped when the same call runs again; `identity` then names
+    what the votes depend on besides model and batches."""
     if not len(batches.rows):
         raise DataError("no samples to vote with; check the data and --shots.")
     refuse_untied(model)
@@ -168,10 +175,13 @@ def collect_sharded(
         for name, parameter in parameters.items()
     ]
     notes: list[str] = []
+    steps = _own_samples(group, batches)
+    if shelf is not None:
+        steps = resumable(shelf, tally, steps, key=_key(group, model, identity), bad=notes)
     try:
         with left_as_it_was(model):
-            for first in range(0, len(batches.rows), group.size):
-                _step(group, model, signs, loss, batches, first, tally, folds, notes)
+            for first, sample in steps:
+                _step(group, model, signs, loss, sample, (first, len(batches.rows)), tally, folds, notes)
                 if progress is not None:
                     progress(1)
     finally:
@@ -195,25 +205,40 @@ def _step(
     model: nn.Module,
     signs: SignReduceScatter,
     loss: Loss,
-    batches: Batches,
-    first: int,
+    sample: Batch,
+    place: tuple[int, int],
     tally: Tally,
     folds: Counter[str],
     notes: list[str],
 ) -> None:
-    number = min(first + group.rank, len(batches.rows) - 1)
-    sample = sample_at(batches, number)
+    """All processes fold one sample each; those beyond the last sample take part without voting."""
+    first, count = place
+    number = first + group.rank
     with torch.enable_grad():
         value = loss(model, sample).sum()
     finite = bool(torch.isfinite(value))
-    signs.voice = int(finite and first + group.rank < len(batches.rows))
-    if not finite and first + group.rank < len(batches.rows):
+    signs.voice = int(finite and number < count)
+    if not finite and number < count:
         notes.append(f"sample {number}: loss is {float(value)}")
-    tally.reserve(min(group.size, len(batches.rows) - first))
+    tally.reserve(min(group.size, count - first))
     folds.clear()
     value.backward()
     check_folds(folds, tally)
     check_finished(model)
+
+
+def _own_samples(group: Group, batches: Batches) -> Iterator[tuple[int, Batch]]:
+    """Per step the number of its first sample and the sample of this process."""
+    for first in range(0, len(batches.rows), group.size):
+        yield first, sample_at(batches, min(first + group.rank, len(batches.rows) - 1))
+
+
+def _key(group: Group, model: nn.Module, identity: str) -> str:
+    """What this process's part of the votes depends on; every process looks at its own slices of the weights."""
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    kinds = sorted({tensor.device.type for tensor in tensors.values()})
+    about = repr(("sharded", identity, group.rank, group.size, kinds))
+    return weights_key({name: _local(tensor) for name, tensor in tensors.items()}, about)
 
 
 def sample_at(batches: Batches, number: int) -> Batch:

@@ -22,6 +22,7 @@ from gradfix.votes.build import Sharded, build_sharded
 from gradfix.votes.parallel import Batches, collect_in_parallel
 from gradfix.votes.saving import save_sharded
 from gradfix.votes.sharded import collect_sharded, mesh_of
+from gradfix.votes.slots import Slots
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import VoteConfig
 from gradfix.workflows.guard import guard_outputs
@@ -119,15 +120,22 @@ def _vote_sharded(group: Group, config: VoteConfig) -> VoteResult:
             raise UsageError(f"--sharded knows transformers models only, not those of {config.target}.")
         whole = built.pop()
         batches = Batches(bound.collate, shots.fewshot, config.batch_size)
-        votes = collect_sharded(group, whole.model, whole.signs, bound.loss, batches, progress=report)
+        about = origin_of(config, bound, shots.fewshot)
+        places = [partial_vote(out, f"{group.rank}-of-{group.size}.{slot}.") for slot in "ab"]
+        votes = collect_sharded(
+            group, whole.model, whole.signs, bound.loss, batches,
+            shelf=Slots(group, places) if config.resume else None,
+            identity=repr((asked_of(start.task, bound), config.replicas, about)), progress=report,
+        )  # fmt: skip
         checkpoint = open_checkpoint(config.target)
         with together(group):
-            about = origin_of(config, bound, shots.fewshot)
             identity = target_fingerprint(checkpoint) if group.leads else ""
         identity = group.gather(identity)[0]
         save_sharded(
             group, votes, whole.model, whole.names, checkpoint, out, target_hash=identity, origin=about
         )
+        if config.resume:
+            forget_partial_votes(config)
     summary = SignVotes({}, votes.count, target_hash=identity, notes=tuple(votes.notes))
     found = SignVotes.load(out) if group.leads and config.processes == 1 else summary
     return VoteResult(out, found, (*shots.notes, *votes.notes))
