@@ -58,6 +58,17 @@ def test_batch_size_changes_nothing(family: str) -> None:
     assert_equal_votes(whole, parts)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_batches_vote_like_the_first(family: str) -> None:
+    """The first pass proves the plan, the second notes how calls are read, later ones only repeat that."""
+    model, loss, batch = make_case(family)
+    batches = [{name: value.roll(turn, 0) for name, value in batch.items()} for turn in range(4)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no vote rule covers")
+        warnings.filterwarnings("ignore", message=".*abstained")
+        assert_equal_votes(votes_of(model, loss, batches, "loop"), votes_of(model, loss, batches))
+
+
 def test_lengths_may_change_from_batch_to_batch() -> None:
     model, loss, batch = make_case("gpt2")
     shorter = {name: value[:, :6] for name, value in batch.items()}

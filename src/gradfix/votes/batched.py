@@ -6,6 +6,7 @@ gradient is never stored. Weights whose use no rule covers are voted on one samp
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Iterator
@@ -22,40 +23,84 @@ from gradfix.votes.graph import picked_rows, reach
 from gradfix.votes.layout import probes
 from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, fold_each, samples, take
 from gradfix.votes.plan import Plan, PlanMismatch, leave_out, resolve
+from gradfix.votes.recorded import Repeats, all_finite, record_pass, repeats_of, tensors_of, watch_pass
 from gradfix.votes.tally import Tally
 from gradfix.votes.trace import Votes
 from gradfix.votes.watch import Probe
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
+WATCHED = 2  # the first pass of a kind makes a plan and compiles kernels; the second is like all later ones
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record: bool = True) -> None:
     """Fold one micro-batch in one forward and one backward.
 
-    A loss that is not finite raises `NotFinite` before anything is folded."""
+    A loss that is not finite raises `NotFinite` before anything is folded. On a GPU that waits for its host, batches
+    that look the same are recorded and played again; `record=False` launches every pass anew."""
     count = batch_size(batch)
     tally.reserve(count)
+    try:
+        known = repeats_of(model, loss, batch, tally) if record and count > 1 else None
+        if known is None:
+            _run(model, loss, batch, tally, count)
+        else:
+            _run_again(known, model, loss, batch, tally, count)
+    except NotFinite:
+        tally.count -= count
+        raise
+
+
+def _run(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -> None:
+    votes, losses = None, None
     with _garbage_later():
-        try:
-            votes, losses = _forward(model, loss, batch, tally, count) if count > 1 else (None, None)
-            if votes is None:
-                _check_losses(model, loss, batch)
-        except NotFinite:
-            tally.count -= count
-            raise
+        if count > 1:
+            votes, losses = _forward(model, loss, batch, tally, count)
         if votes is not None and losses is not None:
+            if not all_finite(losses):
+                raise NotFinite
             votes.backward(losses)
     if votes is None or losses is None:
+        _check_losses(model, loss, batch)
         fold_each(model, loss, batch, tally)
         return
+    _check_reach(votes, losses, tally)
+    _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
+
+
+def _run_again(known: Repeats, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -> None:
+    """The pass of a batch like the last one: watched, then recorded, then played."""
+    if known.recording is None and known.example is not None:
+        plan = _known_plan(model, loss, batch)
+        if plan is None or not plan.light or plan.left_out or plan.ragged:
+            known.refuse("some weights are voted on in other ways")
+        else:
+            record_pass(known, batch, tally, count, functools.partial(_pass, plan, model, loss, count))
+    if known.recording is not None:
+        known.recording.fold(tensors_of(batch), tally)
+    elif known.seen == WATCHED and not known.reason:
+        watch_pass(known, batch, tally, count, lambda trial: _run(model, loss, batch, trial, count))
+    else:
+        _run(model, loss, batch, tally, count)
+
+
+def _pass(plan: Plan, model: nn.Module, loss: Loss, count: int, batch: Batch, tally: Tally) -> Tensor:
+    """A forward and backward that never waits for the device; gives whether all losses are finite."""
+    with _garbage_later():
+        votes, losses = _trace(plan, model, loss, batch, tally, count)
+        finite = torch.isfinite(losses).all()
+        votes.backward(losses)
+    _check_reach(votes, losses, tally)
+    return finite
+
+
+def _check_reach(votes: Votes, losses: Tensor, tally: Tally) -> None:
     if votes.plan.light and reach(losses, tally.parameters, votes.anchor).others:
         raise UnsafeResult(
             'a batch used weights in a way earlier ones did not; vote again with engine="loop".'
         )
-    _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
 
 
 def _check_losses(model: nn.Module, loss: Loss, batch: Batch) -> None:
@@ -114,8 +159,6 @@ def _trace(
         losses = loss(model, batch)
     if votes.position != len(plan.steps):
         raise PlanMismatch("fewer operations than planned")
-    if not bool(torch.isfinite(losses).all()):
-        raise NotFinite
     return votes, losses
 
 

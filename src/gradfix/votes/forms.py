@@ -76,13 +76,17 @@ class Rows:
         out.index_add_(0, self.index[sample], self.values[sample].to(out.dtype))
 
     def fold(self, votes: Tensor) -> None:
+        """Entries of one sample and row are summed; as many sums as entries are kept, so no size depends on data."""
         rows = self.shape[0]
         owner = torch.arange(self.samples, device=self.device)[:, None]
-        keys, place = torch.unique(self.index + owner * rows, return_inverse=True)
+        keys, order = (self.index + owner * rows).flatten().sort(stable=True)
+        number = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).long()]).cumsum(0)
+        place = torch.empty_like(number).scatter_(0, order, number)
         wide = torch.promote_types(self.dtype, torch.float32)
         sums = torch.zeros(keys.numel(), self.shape[1], dtype=wide, device=self.device)
-        sums.index_add_(0, place.flatten(), self.values.flatten(0, 1).to(wide))
-        votes.index_add_(0, keys % rows, sums.sign_().to(votes.dtype), alpha=-1)
+        sums.index_add_(0, place, self.values.flatten(0, 1).to(wide))
+        target = torch.zeros_like(keys).scatter_(0, number, keys % rows)  # unused sums add 0 to row 0
+        votes.index_add_(0, target, sums.sign_().to(votes.dtype), alpha=-1)
 
 
 class Dense:

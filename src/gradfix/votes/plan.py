@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from gradfix.votes.layout import Layout, candidates, explain
+from gradfix.votes.recipe import Recipe
 from gradfix.votes.replay import LOCAL, REPEAT, Local, out_of_place
 from gradfix.votes.rules import Call, Rule, Samples, rule_for
 
@@ -55,6 +56,7 @@ class Plan:
     left_out: set[str]
     ragged: bool = False
     light: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
+    recipes: dict[int, Recipe] = field(default_factory=dict)  # by the number of the step
 
     @property
     def flat(self) -> bool:

@@ -7,7 +7,7 @@ the weight through autograd, where `graph.reach` finds it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from gradfix.votes import kernels
 from gradfix.votes.forms import Dense, Form, combine, densify
 from gradfix.votes.plan import Key, Plan, PlanMismatch, Step, read_call
+from gradfix.votes.recipe import Recipe, write_down
 from gradfix.votes.replay import overwrites
 from gradfix.votes.rules import Call, Samples
 from gradfix.votes.tally import Tally
@@ -81,14 +82,14 @@ class Votes(Watch):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Every torch call of the forward pass comes through here, so the way out for those without a weight is short.
-        tracked = self.tracked
-        for value in args:
-            if id(value) in tracked or value.__class__ is list or value.__class__ is tuple:
-                break
-        else:
-            if not kwargs:
-                return func(*args)
         kwargs = {} if kwargs is None else kwargs
+        if not self._may_hold_weights(args) and not (kwargs and self._may_hold_weights(kwargs.values())):
+            return func(*args, **kwargs)
+        recipe = self.plan.recipes.get(self.position)
+        if recipe is not None and recipe.function is func and not self.replaying and torch.is_grad_enabled():
+            output = self._by_recipe(recipe, func, args, kwargs)
+            if output is not None:
+                return output
         weights = self.weights_in(args, kwargs)
         if not weights or not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -108,6 +109,32 @@ class Votes(Watch):
             self._follow_views(func, args, kwargs, weights, output)
         return output
 
+    def _may_hold_weights(self, values: Iterable[Any]) -> bool:
+        tracked = self.tracked
+        for value in values:
+            if id(value) in tracked:
+                return True
+            kind = value.__class__
+            if ((kind is tuple or kind is list) and value and value[0].__class__ is not int) or kind is dict:
+                return True
+        return False
+
+    def _by_recipe(
+        self, recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        if len(args) != recipe.positional or tuple(kwargs) != recipe.names or _saving_is_redirected():
+            return None
+        values = [*args, *kwargs.values()]
+        call = recipe.read(values, self.tracked)
+        if call is None:
+            return None
+        step = self.plan.steps[self.position]
+        self.position += 1
+        for _, place in recipe.weights:
+            values[place] = self._detached(values[place])
+        output: Tensor = func(*values[: len(args)], **dict(zip(recipe.names, values[len(args) :])))
+        return self._watched(step, call, output)
+
     def _next(self, key: Key) -> Step | None:
         if self.replaying:
             return next((step for step in self.plan.steps if step.key == key), None)
@@ -117,18 +144,27 @@ class Votes(Watch):
         return None
 
     def _tapped(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        assert step.rule is not None and step.layout is not None
+        assert step.rule is not None
         call = read_call(step.rule, func, args, kwargs, self._is_live)
         if call is None:
             raise PlanMismatch(str(step.key))
         if overwrites(func):
             call.inputs = {role: tensor.clone() for role, tensor in call.inputs.items()}
+        elif self.plan.light and step.on_samples and not self.replaying:
+            recipe = write_down(func, args, kwargs, call, self.tracked)
+            if recipe is not None:
+                self.plan.recipes[self.position - 1] = recipe
         output = func(*self._detached(args), **(self._detached(kwargs) if kwargs else kwargs))
+        return self._watched(step, call, output)
+
+    def _watched(self, step: Step, call: Call, output: Tensor) -> Tensor:
+        """The output, once its gradient is sure to reach the use's rule."""
+        assert step.rule is not None and step.layout is not None
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         use = Use(self, step, call)
         if self.plan.light and step.on_samples and output.requires_grad and not _saving_is_redirected():
-            output.grad_fn.register_prehook(use.see)
+            output.grad_fn.register_prehook(use.see)  # type: ignore[union-attr]
             return output
         inputs = [tensor.detach() for tensor in use.release().values()]
         in_place = step.rule.owns_output and is_own(output)

@@ -1,0 +1,230 @@
+"""Passes recorded once and played again, for batches that look the same: CUDA graphs for the batched engine.
+
+Where launching a pass takes longer than computing it, the third batch of a kind is recorded and later ones are only
+played. A recording is trusted after it has repeated the votes of another batch; one that cannot be made, or does not
+repeat them, is refused and the pass runs as before. It holds a pass's memory until `drop`, so there is one per model."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gradfix.votes.loop import Batch, Loss, NotFinite
+from gradfix.votes.tally import Tally
+
+Pass = Callable[[Batch, Tally], Tensor]  # folds a batch's votes, gives whether all its losses are finite
+
+IDLE_SHARE = 0.1  # of a pass: a device that is done this soon after the last launch was waiting for launches
+# Votes of another batch differ by more than they are large; reordered sums change a few of them.
+ALLOWED_CHANGE = 0.25
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass
+class Repeats:
+    """The last kind of batch of one model: what came of it so far, and its recording once there is one."""
+
+    key: Any
+    seen: int = 0
+    reason: str = ""  # why passes of this kind are not recorded
+    example: tuple[list[Tensor], Tally] | None = None
+    recording: Recording | None = None
+
+    def refuse(self, reason: str) -> None:
+        self.reason, self.example, self.recording = reason, None, None
+
+
+@dataclass
+class Recording:
+    """A pass whose inputs are copied into place and whose votes are read from `votes` after `play`."""
+
+    inputs: list[Tensor]
+    votes: Tally
+    finite: Tensor
+    play: Callable[[], None]
+
+    def run(self, leaves: Sequence[Tensor]) -> bool:
+        """Whether all losses are finite; only then do the votes mean anything."""
+        for own, leaf in zip(self.inputs, leaves):
+            own.copy_(leaf, non_blocking=True)
+        self.play()
+        return bool(self.finite)
+
+    def fold(self, leaves: Sequence[Tensor], tally: Tally) -> None:
+        if not self.run(leaves):
+            raise NotFinite
+        add(self.votes, tally)
+
+    def repeats(self, leaves: Sequence[Tensor], expected: Tally) -> bool:
+        if not self.run(leaves):
+            return False
+        pairs = [(own.float(), expected[name].float()) for name, own in self.votes.items()]
+        change = torch.stack([(own - other).abs().sum() for own, other in pairs]).sum()
+        size = torch.stack([other.abs().sum() for _, other in pairs]).sum()
+        return bool(change <= ALLOWED_CHANGE * size)
+
+
+_REPEATS: WeakKeyDictionary[nn.Module, Repeats] = WeakKeyDictionary()
+
+
+def repeats_of(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Repeats | None:
+    """What is known about batches like this one; another kind than the last one starts anew."""
+    if not can_record(next(iter(tally.parameters.values())).device):
+        return None
+    leaves, shape = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    held = (*tally.parameters.values(), *model.buffers())
+    devices = {tensor.device for tensor in (*tensors, *held, *(buffer for _, buffer in tally.items()))}
+    if len(devices) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in others):
+        return None
+    key = (
+        loss,
+        str(shape),
+        others,
+        [(t.shape, t.dtype, t.requires_grad) for t in tensors],
+        [tensor.data_ptr() for tensor in held],
+        (model.training, torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")),
+        (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+    )
+    known = _REPEATS.get(model)
+    if known is None or known.key != key:
+        drop(model)
+        known = _REPEATS[model] = Repeats(key)
+    known.seen += 1
+    return known
+
+
+def can_record(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def drop(model: nn.Module) -> None:
+    """Let go of a model's recording and its memory."""
+    _REPEATS.pop(model, None)
+
+
+def all_finite(losses: Tensor) -> bool:
+    """Waits for the device; a wait that is no part of what would be recorded, so it is not held against the pass."""
+    if not losses.is_cuda:
+        return bool(torch.isfinite(losses).all())
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        return bool(torch.isfinite(losses).all())
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def watch_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Callable[[Tally], None]) -> None:
+    """Run a pass as usual, and keep its votes as an example where a recording of it would pay."""
+    trial = Tally(tally.parameters)
+    trial.reserve(count)
+    with _synchronisations() as found:
+        start = time.perf_counter()
+        run(trial)
+        launched = time.perf_counter()
+    synchronize(trial)
+    end = time.perf_counter()
+    add(trial, tally)
+    if found:
+        known.refuse(f"the pass waits for the device: {found[0]}")
+    elif end - launched > IDLE_SHARE * (end - start):
+        known.refuse("the device is busy all the time")
+    else:
+        known.example = ([leaf.clone() for leaf in tensors_of(batch)], trial)
+
+
+def record_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Pass) -> None:
+    """Record this pass, and keep the recording if it repeats the example's votes."""
+    assert known.example is not None
+    (leaves, expected), known.example = known.example, None
+    try:
+        recording = _recorded(batch, tally, count, run)
+        if recording.repeats(leaves, expected):
+            known.recording = recording
+        else:
+            known.refuse("the recording does not repeat the votes")
+    except Exception as error:  # whatever a loss does that cannot be recorded, the pass itself still works
+        known.refuse(f"{type(error).__name__}: {error}")
+
+
+def _recorded(batch: Batch, tally: Tally, count: int, run: Pass) -> Recording:
+    leaves, shape = tree_flatten(batch)
+    own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    for copy, leaf in zip(own, leaves):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            copy.requires_grad_()
+    votes = Tally(tally.parameters)
+    votes.reserve(count)
+    inside = tree_unflatten(own, shape)
+    inputs = [leaf.detach() for leaf in own if isinstance(leaf, Tensor)]
+    finite = torch.zeros((), dtype=torch.bool, device=inputs[0].device)
+
+    def once() -> None:
+        torch._foreach_zero_([buffer for _, buffer in votes.items()])
+        finite.copy_(run(inside, votes))
+
+    return Recording(inputs, votes, finite, capture(once))
+
+
+def capture(once: Callable[[], None]) -> Callable[[], None]:
+    """Record what a function launches; the function itself runs on the host only, and computes nothing yet."""
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    try:
+        # Other threads (a loader that pins memory) go on meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            once()
+    except BaseException:
+        # A recording that breaks off leaves the generator waiting for its end.
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    return graph.replay
+
+
+def add(votes: Tally, tally: Tally) -> None:
+    names = [name for name, _ in votes.items()]
+    torch._foreach_add_([tally[name] for name in names], [votes[name] for name in names])
+
+
+def synchronize(tally: Tally) -> None:
+    device = next(iter(tally.parameters.values())).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _synchronisations() -> Iterator[list[str]]:
+    """What makes the host wait for the device inside; such a pass cannot be recorded."""
+    found: list[str] = []
+    if not torch.cuda.is_available():
+        yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in seen:
+        text = str(warning.message).splitlines()[0]
+        if "synchronizing CUDA operation" in text:
+            found.append(text)
+        elif "prototype feature" not in text:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
