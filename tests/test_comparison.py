@@ -12,6 +12,7 @@ import torch
 from arenas import LABELS, dataset, rows, setting
 from gradfix.comparison import running
 from gradfix.comparison.arena import Arena
+from gradfix.comparison.costs import Work
 from gradfix.comparison.methods import METHODS
 from gradfix.comparison.results import Results
 from gradfix.comparison.running import compare
@@ -193,6 +194,29 @@ def test_a_killed_run_loses_one_unit_and_gives_the_same_json(given, tmp_path):
     assert without_seconds(resumed) == without_seconds(whole)
     again = run(given, methods=names, work=tmp_path / "cut")
     assert again.to_json() == resumed.to_json()
+
+
+def test_what_was_said_on_the_way_is_said_again(given, tmp_path):
+    """A note of a shared product comes from the unit that made it, also when that unit is read back."""
+    stray = {**dict(given["target_tuned"].state_dict()), "stray.weight": torch.ones(2)}
+    start = {**dict(given["target"].model.state_dict()), "stray.weight": torch.zeros(2)}
+    options = {"methods": ["oracle", "naive"], "seeds": (0,), "work": tmp_path}
+
+    def compared() -> Results:
+        inputs = {**given, "target_tuned": None}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "gradfix.comparison.references.tuned_target",
+                lambda *_: (TaskVector.between(start, stray), Work()),
+            )
+            return run(inputs, **options)
+
+    first = compared()
+    assert any("not in the target, first 'stray.weight'" in note for note in first.notes)
+    assert compared().to_json() == first.to_json()
+    for path in (tmp_path / "units").glob("oracle-*"):
+        path.unlink()  # as if killed after the product was saved and before the unit was
+    assert compared().notes == first.notes
 
 
 def without_seconds(results: Results) -> list[dict[str, Any]]:

@@ -178,3 +178,11 @@ def test_a_file_that_is_no_results_file_is_named(tmp_path, text):
 def test_notebook_view_escapes():
     hostile = [*BASE, *both("<script>alert(1)</script>", (60, 60), 60)]
     assert "<script>" not in Results.build(hostile, versions={})._repr_html_()
+
+
+def test_equal_scores_go_to_fewer_flops_however_busy_the_machine_was():
+    dear = both("veto", (70, 70), 70, flops=2e9, seconds=1.0)
+    cheap = both("gradfix", (70, 70), 70, flops=1e9, seconds=9.0)
+    assert judge([*BASE, *dear, *cheap])["method"] == "gradfix"
+    uncounted = [{**row, "flops": None} for row in (*dear, *cheap)]
+    assert judge([*BASE, *uncounted])["method"] == "veto"

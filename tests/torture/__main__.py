@@ -34,6 +34,7 @@ FULL = {
     "yaml": 100,
     "kills mid-vote": 200,
     "kills mid-finetune": 30,
+    "kills mid-compare": 60,
     "kills mid-write": 100,
     "rival writers": 30,
 }
@@ -51,9 +52,11 @@ def prepare() -> None:
 
     import gradfix.checkpoints.lora
     import gradfix.cli.commands
+    import gradfix.comparison.running
     import gradfix.report
     import gradfix.stream
     import gradfix.tasks
+    import gradfix.workflows.comparing
     import gradfix.workflows.merging
     import gradfix.workflows.scoring
     import gradfix.workflows.voting  # noqa: F401
@@ -65,7 +68,7 @@ def run(
     """All series at this share, in the given folder."""
     prepare()
     from tests.reliability.world import make_world
-    from tests.torture import crashes, inputs
+    from tests.torture import crashes, inputs, kills
 
     world = make_world(home / "world")
     count = {name: max(1, round(share * cases)) for name, cases in FULL.items()}
@@ -77,8 +80,9 @@ def run(
         "parquet": lambda: inputs.parquet_series(home, count["parquet"]),
         "images": lambda: inputs.image_series(home, count["images"]),
         "yaml": lambda: inputs.yaml_series(home, count["yaml"]),
-        "kills mid-vote": lambda: crashes.kills_mid_vote(home, count["kills mid-vote"], world),
-        "kills mid-finetune": lambda: crashes.kills_mid_finetune(home, count["kills mid-finetune"], world),
+        "kills mid-vote": lambda: kills.kills_mid_vote(home, count["kills mid-vote"], world),
+        "kills mid-finetune": lambda: kills.kills_mid_finetune(home, count["kills mid-finetune"], world),
+        "kills mid-compare": lambda: kills.kills_mid_compare(home, count["kills mid-compare"], world),
         "kills mid-write": lambda: crashes.kills_mid_write(home, count["kills mid-write"]),
         "failing writes": lambda: crashes.failing_writes(home),
         "rival writers": lambda: crashes.rival_writers(home, count["rival writers"]),

@@ -1,9 +1,8 @@
-"""Kills, full disks and rival writers: the output is absent or complete, inputs stay, a rerun gives the same bits."""
+"""Writers that are killed, run out of disk or meet rivals: the output is absent or complete, inputs stay as they are."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import subprocess
 import time
@@ -15,8 +14,8 @@ import torch
 import gradfix
 from gradfix.checkpoints.write import save_tensors, write_text
 from gradfix.errors import GradfixError
-from tests.reliability.world import World, hashes
-from tests.torture.children import Outcome, Series, finish, kill, start
+from tests.reliability.world import hashes
+from tests.torture.children import Outcome, Series, finish, start
 from tests.torture.faults import Counter, die, disk_full, install
 from tests.torture.inputs import small_folder
 
@@ -30,99 +29,6 @@ def three(home: Path) -> dict[str, Path]:
     small_folder(home / "tuned", 1)
     small_folder(home / "target", 2, shards=3)
     return {role: home / role for role in ("base", "tuned", "target")}
-
-
-def vote_work(world: World, out: Path) -> Work:
-    """`gradfix vote`, one sample per batch, its count saved after each."""
-
-    def work() -> None:
-        from gradfix.votes.resume import resumable
-        from gradfix.workflows.configs import VoteConfig
-        from gradfix.workflows.voting import run_vote
-
-        torch.set_num_threads(1)
-        resumable.__defaults__ = (0.0,)
-        options = {
-            "data": str(world.data),
-            "task": "zero-shot",
-            "shots": 5,
-            "batch_size": 1,
-            "engine": "loop",
-        }
-        run_vote(VoteConfig(**options, target=str(world.target), out=str(out)))  # type: ignore[arg-type]
-
-    return work
-
-
-def finetune_work(world: World, out: Path) -> Work:
-    """`gradfix finetune`, its state saved after each step."""
-
-    def work() -> None:
-        import gradfix.finetuning
-        from gradfix.workflows.configs import FinetuneConfig
-        from gradfix.workflows.scoring import run_finetune
-
-        torch.set_num_threads(1)
-        gradfix.finetuning.SAVE_EVERY_SECONDS = 0.0
-        options = {"data": str(world.data), "task": "zero-shot", "steps": 8, "train_batch": 4, "lr": 1e-3}
-        run_finetune(FinetuneConfig(**options, model=str(world.base), out=str(out)))  # type: ignore[arg-type]
-
-    return work
-
-
-def kills_mid_vote(home: Path, count: int, world: World) -> Series:
-    out = home / "votes" / "votes.safetensors"
-    inputs = (world.target, world.data)
-    return _kills("kills mid-vote", count, vote_work(world, out), out, f".{out.name}.part", inputs)
-
-
-def kills_mid_finetune(home: Path, count: int, world: World) -> Series:
-    out = home / "finetune" / "out"
-    inputs = (world.base, world.data)
-    return _kills(
-        "kills mid-finetune", count, finetune_work(world, out), out, f".{out.name}.finetune", inputs
-    )
-
-
-def _kills(name: str, count: int, work: Work, out: Path, saved: str, inputs: tuple[Path, ...]) -> Series:
-    """SIGKILL at a random moment, up to three times in a row, then let the work finish."""
-    began = time.time()
-    before = hashes(*inputs)
-    clock = time.monotonic()
-    if finish(start(work), CHILD_LIMIT) != 0:
-        return Series.of(name, [Outcome("wrong", "the work itself fails")], began)
-    length = time.monotonic() - clock
-    whole = relative(out.parent)
-    draw = random.Random(name)
-    outcomes: list[Outcome] = []
-    resumed = 0
-    while len(outcomes) < count:
-        shutil.rmtree(out.parent)
-        for _ in range(min(draw.choice((1, 2, 3)), count - len(outcomes))):
-            child = start(work)
-            time.sleep(draw.uniform(0.2, 1.0) * length)
-            if kill(child):
-                resumed += (out.parent / saved).exists()
-                outcomes.append(_after_kill(out, whole))
-            if hashes(*inputs) != before:
-                outcomes.append(Outcome("wrong", "an input changed"))
-        if out.exists():
-            continue  # it was complete before the kill; only hidden files of the dead process may lie beside it
-        code = finish(start(work), CHILD_LIMIT)
-        if code != 0 or relative(out.parent) != whole:
-            left = sorted(relative(out.parent)) if out.parent.exists() else []
-            outcomes.append(Outcome("wrong", f"after resuming: exit {code}, left {left}"))
-    return Series.of(name, outcomes, began, resumed_from_a_saved_state=resumed)
-
-
-def _after_kill(out: Path, whole: dict[str, str]) -> Outcome:
-    """Absent, or exactly what an undisturbed run writes."""
-    final = {name: digest for name, digest in relative(out.parent).items() if not name.startswith(".")}
-    return (
-        Outcome("wrong", "an incomplete output under the final name")
-        if final and final != whole
-        else Outcome("same")
-    )
 
 
 def transport_work(roles: dict[str, Path], out: Path, *, overwrite: bool = False, alpha: float = 0.5) -> Work:

@@ -15,6 +15,7 @@ import pytest
 from gradfix.errors import CorruptInput
 from tests.torture.__main__ import FULL
 from tests.torture.children import Outcome, finish, run_cases, start
+from tests.torture.kills import Ledger
 
 ROOT = Path(__file__).parents[2]
 SHARE = 0.03
@@ -96,3 +97,17 @@ def test_children_report_exit_codes() -> None:
     assert finish(start(_refuse)) == 3
     assert finish(start(_crash)) == -signal.SIGKILL
     assert finish(start(_raise)) == 99
+
+
+def test_lost_and_changed_units_are_noticed(tmp_path: Path) -> None:
+    units = tmp_path / "units"
+    units.mkdir()
+    ledger = Ledger(units, tmp_path / "begun")
+    ledger.open()
+    (units / "naive.json").write_text("1")
+    ledger.begun.write_bytes(b"..")
+    assert ledger.settle(allowed=1) == ""
+    assert ledger.settle(allowed=0) == "1 units were begun and are not on disk"
+    ledger.open()
+    (units / "naive.json").write_text("2")
+    assert ledger.settle(allowed=1) == "a finished unit is gone or has changed"

@@ -132,7 +132,9 @@ class Arena:
         if self._tuned_target is None:
             return None
         make = self._tuned_target
-        return self.shared("tuned-target", lambda: self.by_module(make()), file=True)
+        return self.shared(
+            "named-target", lambda: self.by_module(self.shared("tuned-target", make, file=True))
+        )
 
     def teacher(self) -> Bound | None:
         """The tuned old model, opened once; like the target's, its opening is on nobody's bill."""

@@ -173,7 +173,10 @@ class _Run:
         key = {"method": name, "sets": self._sets() if fixed else [[shots, seed]], "slopes": self.slopes}
         folder = self.inputs.folder
         unit = folder.read_unit(key) if folder is not None else None
-        if unit is None:
+        if unit is not None:
+            self.arena.notes += unit.get("said", ())
+        else:
+            before = len(self.arena.notes)
             try:
                 unit = self._work(name, shots, seed, fixed)
             except (NotHere, IncompatibleCheckpoints) as error:
@@ -181,6 +184,7 @@ class _Run:
                     raise
                 self.left_out[name] = str(error)
                 return None
+            unit["said"] = self.arena.notes[before:]  # the run that reads this unit back says it too
             if folder is not None:
                 folder.write_unit(key, unit)
         if fixed:
