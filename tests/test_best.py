@@ -21,8 +21,8 @@ from gradfix.best.distil import (
     typical_size,
     unbiased_divergence,
 )
-from gradfix.best.recipe import Best, best
-from gradfix.best.remix import remix
+from gradfix.best.recipe import Best, best, remembered
+from gradfix.best.remix import remix, splice_words
 from gradfix.best.teacher import teacher_of
 from gradfix.comparison.arena import restored
 from gradfix.comparison.running import compare
@@ -105,7 +105,7 @@ def test_no_examples_is_an_error(pair: dict[str, Any]) -> None:
 def test_the_bill_counts_every_sample(pair: dict[str, Any]) -> None:
     recipe = Recipe(steps=5, pool=50, probes=8)
     found = of(pair, recipe=recipe)
-    passes = 5 * (6 + 44)
+    passes = 5 * (6 + 40)
     assert found.work.backward == passes
     assert found.work.forward == passes + 50 + len(found.parts["start_curve"]) * 8
     assert found.work.steps == 5
@@ -179,7 +179,7 @@ def sentences() -> dict[str, torch.Tensor]:
 
 @given(st.integers(0, 50))
 def test_spliced_texts_keep_their_frame(seed: int) -> None:
-    made = remix(sentences(), 8, seed, vocabulary=200)
+    made = remix(sentences(), 8, seed, vocabulary=torch.ones(200))
     assert "labels" not in made
     for ids, mask in zip(made["input_ids"], made["attention_mask"], strict=True):
         text = ids[mask.bool()].tolist()
@@ -187,6 +187,68 @@ def test_spliced_texts_keep_their_frame(seed: int) -> None:
         assert not {0, 101, 102} & set(text[1:-1])
         assert 3 <= len(text) <= 6
         assert not ids[~mask.bool()].any()
+
+
+def test_every_second_text_draws_the_tokens_the_fine_tune_has_met() -> None:
+    weights = torch.zeros(200)
+    weights[[150, 151]] = 1.0
+    made = remix(sentences(), 200, 0, vocabulary=weights)["input_ids"]
+    given = set(sentences()["input_ids"].flatten().tolist())
+    assert set(made[1::2].flatten().tolist()) - given == {150, 151}
+    assert len(set(made[::2].flatten().tolist()) - given) > 50
+
+
+def test_the_task_vector_knows_its_vocabulary() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 3)
+
+        def get_input_embeddings(self) -> nn.Embedding:
+            return self.table
+
+    bound = NumbersBound(network(0))
+    assert remembered(bound, TaskVector({})) is None
+    bound.model = Reader()
+    delta = torch.zeros(7, 3)
+    delta[2], delta[5] = 1.0, 2.0
+    weights = remembered(bound, TaskVector({"table.weight": delta}))
+    assert weights is not None and weights.tolist() == [0, 0, 3, 0, 0, 12, 0]
+    frozen = remembered(bound, TaskVector({}))
+    assert frozen is not None and frozen.tolist() == [0.0] * 7
+
+
+def test_words_are_spliced_for_two_tokenizers() -> None:
+    texts = ["one two three", "four five", " "]
+    made = splice_words(texts, 40, 1)
+    assert made == splice_words(texts, 40, 1) != splice_words(texts, 40, 2)
+    assert {word for text in made for word in text.split()} == {"one", "two", "three", "four", "five"}
+    assert all(2 <= len(text.split()) <= 6 for text in made)
+
+
+def test_two_tokenizers_are_asked_about_the_same_texts() -> None:
+    class Words(NumbersBound):
+        def __init__(self, offset: int) -> None:
+            super().__init__(nn.EmbeddingBag(600, len(LABELS), mode="sum"))
+            self.offset, self.read = offset, []
+
+        def collate(self, examples: Any) -> dict[str, torch.Tensor]:
+            self.read.append([row["text"] for row in examples])
+            ids = [[self.offset + sum(map(ord, w)) % 250 for w in row["text"].split()] for row in examples]
+            width = max(map(len, ids))
+            padded = torch.tensor([row + [0] * (width - len(row)) for row in ids])
+            labels = torch.tensor([LABELS.index(row["label"]) for row in examples])
+            return {"input_ids": padded, "attention_mask": (padded > 0).long(), "labels": labels}
+
+        def logits(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return model(batch["input_ids"])
+
+    target, teacher = Words(1), Words(300)
+    tau = TaskVector({"weight": torch.full((600, len(LABELS)), 0.1)})
+    examples = [{"text": f"some words {n} more of them", "label": LABELS[n % 2]} for n in range(4)]
+    best(target, tau, examples, teacher=teacher, recipe=Recipe(steps=2, pool=30, probes=8))
+    assert len(target.read[-1]) == 30
+    assert target.read[-1] == teacher.read[-1]
 
 
 def test_without_a_vocabulary_tokens_come_from_the_texts() -> None:

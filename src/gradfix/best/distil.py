@@ -24,13 +24,15 @@ Batch = Mapping[str, Tensor]
 class Recipe:
     """How the student is taught. The defaults are flat: half or twice of any of them costs little.
 
-    `rate` is in units of the task vector's typical size per weight, so it fits models of any width.
+    `rate` is in units of the task vector's typical size per weight, so it fits models of any width. `betas` forget
+    fast: in a few dozen steps the usual ones carry the first, steep gradients to the end.
     `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about."""
 
-    steps: int = 30
+    steps: int = 32
     rate: float = 0.2
-    labelled: int = 16
-    unlabelled: int = 44
+    betas: tuple[float, float] = (0.5, 0.9)
+    labelled: int = 12
+    unlabelled: int = 40
     pool: int = 640
     temperature: float = 2.0
     prior: float = 16.0
@@ -98,7 +100,7 @@ def distil(bound: Bound, labelled: Batch, lesson: Lesson, rate: float, recipe: R
     w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone."""
     names = set(bound.trainable())
     weights = [p for name, p in bound.model.named_parameters() if name in names and p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(weights, lr=rate, betas=recipe.betas, weight_decay=0.0)
     count = len(labelled["labels"])
     shares = (min(recipe.labelled, count), min(recipe.unlabelled, len(lesson)))
     draws = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfix.best.distil import (
     Batch,
@@ -27,7 +27,7 @@ from gradfix.best.distil import (
     typical_size,
     unbiased_divergence,
 )
-from gradfix.best.remix import remix
+from gradfix.best.remix import remix, splice_words
 from gradfix.comparison.costs import Work
 from gradfix.errors import DataError, UsageError
 from gradfix.scale import dialled
@@ -78,7 +78,8 @@ def best(
     if not examples:
         raise DataError("the best recipe needs labelled examples; check the data and --shots.")
     labelled = bound.collate(examples)
-    lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), recipe, seed)
+    vocabulary = remembered(bound, tau)
+    lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), vocabulary, recipe, seed)
     alpha, curve = _start(bound, tau, labelled, lesson, recipe)
     if not alpha:  # the steps have the whole way to go
         recipe = replace(recipe, steps=2 * recipe.steps)
@@ -113,6 +114,7 @@ def _lesson(
     teacher: Bound | None,
     examples: Sequence[Example],
     unlabelled: Sequence[Example],
+    vocabulary: Tensor | None,
     recipe: Recipe,
     seed: int,
 ) -> tuple[Lesson, int]:
@@ -123,26 +125,46 @@ def _lesson(
         return Lesson({}, torch.empty(0)), 0
     order = torch.randperm(len(unlabelled), generator=torch.Generator().manual_seed(seed)).tolist()
     real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
-    sides = []
-    for side in (bound, teacher):
-        inputs: Batch = {}
-        if real:
-            inputs = _without_labels(side.collate(real))
-        if len(real) < ENOUGH:
-            source = side.collate([*examples, *real])
-            made = remix(source, recipe.pool - len(real), seed, _vocabulary(side))
-            inputs = join(inputs, made) if inputs else made
-        sides.append(inputs)
-    return Lesson(sides[0], answers(teacher, sides[1])), len(next(iter(sides[1].values())))
+    parts = [[_without_labels(side.collate(real)) for side in (bound, teacher)]] if real else []
+    if len(real) < ENOUGH:
+        known = [*examples, *real]
+        parts.append(_made_up(bound, teacher, known, recipe.pool - len(real), vocabulary, seed))
+    ours, theirs = (sides[0] if len(sides) == 1 else join(*sides) for sides in zip(*parts, strict=True))
+    return Lesson(ours, answers(teacher, theirs)), len(next(iter(theirs.values())))
+
+
+def _made_up(
+    bound: Bound, teacher: Bound, known: Sequence[Example], count: int, vocabulary: Tensor | None, seed: int
+) -> list[Batch]:
+    """The same made-up inputs as each side reads them: by tokens, or by words where the tokenizers differ."""
+    ours, theirs = (side.collate(known) for side in (bound, teacher))
+    tokens = [batch.get("input_ids") for batch in (ours, theirs)]
+    if tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu()):
+        return [remix(batch, count, seed, vocabulary) for batch in (ours, theirs)]
+    column = "text" if "text" in known[0] else "prompt"
+    if not all(isinstance(example.get(column), str) for example in known):
+        return [_without_labels(batch) for batch in (ours, theirs)]
+    texts = splice_words([example[column] for example in known], count, seed)
+    made = [{**known[0], column: text} for text in texts]
+    return [_without_labels(side.collate(made)) for side in (bound, teacher)]
 
 
 def _without_labels(batch: Batch) -> Batch:
     return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def _vocabulary(bound: Bound) -> int | None:
+def remembered(bound: Bound, tau: TaskVector) -> Tensor | None:
+    """How much the fine-tune has to do with each token: the squared length of its row in the task vector.
+
+    A row moves only when its token is in a training text, so the vector knows the task's vocabulary. All zeros where
+    the embedding was not trained; None for models that do not read tokens."""
     table = getattr(bound.model, "get_input_embeddings", lambda: None)()
-    return getattr(table, "num_embeddings", None)
+    if not isinstance(table, nn.Embedding):
+        return None
+    name = next((name for name, p in bound.model.named_parameters() if p is table.weight), None)
+    if name is None or name not in tau:
+        return torch.zeros(table.num_embeddings)
+    return tau[name].float().square().sum(1)
 
 
 def _start(

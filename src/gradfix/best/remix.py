@@ -1,28 +1,30 @@
 """Inputs without labels, made from a few real ones: what a teacher can be asked about.
 
 Works on collated batches, so it needs no knowledge of words or pictures. Token sequences are spliced from
-two inputs and partly replaced by random tokens; real-valued inputs (images) are blended or patched together and
-moved a little. The result is not meant to be natural: it only has to lie near the data, because the
-teacher, not a person, answers."""
+two inputs and partly replaced by random tokens, in every second sequence by tokens the fine-tune has met; real-valued
+inputs (images) are blended or patched together and moved a little. The result is not meant to be natural: it
+only has to lie near the data, because the teacher, not a person, answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 Batch = Mapping[str, Tensor]
+Bag = tuple[Tensor, Tensor]
 
 REPLACED = 0.5  # at most this share of a sequence's tokens is random
 SHIFT = 0.1  # an image moves by at most this share of its height and width
 
 
-def remix(batch: Batch, count: int, seed: int, vocabulary: int | None = None) -> dict[str, Tensor]:
+def remix(batch: Batch, count: int, seed: int, vocabulary: Tensor | None = None) -> dict[str, Tensor]:
     """`count` new inputs from the inputs of a batch; "labels" are dropped.
 
-    Equal batches and seeds give equal results. `vocabulary` is the number of token ids that may be drawn;
-    without it replaced tokens come from the batch itself. Batches of unknown make-up are resampled."""
+    Equal batches and seeds give equal results. `vocabulary` has a weight for every token id that may be drawn: the
+    odd sequences draw by weight, the even ones evenly. Without it replaced tokens come from the batch itself.
+    Batches of unknown make-up are resampled."""
     generator = torch.Generator().manual_seed(seed)
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     if "input_ids" in inputs:
@@ -33,7 +35,7 @@ def remix(batch: Batch, count: int, seed: int, vocabulary: int | None = None) ->
 
 
 def _splice(
-    inputs: dict[str, Tensor], count: int, generator: torch.Generator, vocabulary: int | None
+    inputs: dict[str, Tensor], count: int, generator: torch.Generator, vocabulary: Tensor | None
 ) -> dict[str, Tensor]:
     """A piece of one sequence, then a piece of another, between the tokens that all sequences share."""
     device = inputs["input_ids"].device
@@ -48,17 +50,15 @@ def _splice(
     if not bodies:
         bodies, head, tail = texts, 0, 0
     special = torch.cat([texts[0][:head], texts[0][len(texts[0]) - tail :]])
-    bag = torch.cat(bodies)
-    if vocabulary is not None:
-        bag = torch.arange(vocabulary)
-        bag = bag[~torch.isin(bag, torch.cat([special, ids[~mask].unique()]))]
+    reserved = torch.cat([special, ids[~mask].unique()])
+    bags = _bags(torch.cat(bodies), reserved, vocabulary)
     room = ids.shape[1] - head - tail
     made = []
-    for _ in range(count):
+    for turn in range(count):
         body = torch.cat([_piece(bodies, generator), _piece(bodies, generator)])[:room]
         share = REPLACED * torch.rand(1, generator=generator)
         swapped = torch.rand(len(body), generator=generator) < share
-        drawn = bag[torch.randint(len(bag), (len(body),), generator=generator)]
+        drawn = _drawn(bags[turn % 2], len(body), generator)
         body = torch.where(swapped, drawn, body)
         made.append(torch.cat([texts[0][:head], body, texts[0][len(texts[0]) - tail :]]))
     pad = int(ids[~mask][0]) if bool((~mask).any()) else 0
@@ -72,6 +72,39 @@ def _splice(
     if "token_type_ids" in inputs:
         result["token_type_ids"] = torch.zeros_like(result["input_ids"])
     return result
+
+
+def splice_words(texts: Sequence[str], count: int, seed: int) -> list[str]:
+    """Some words of one text, then some of another: for models that cut texts into different tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    words = [text.split() for text in texts if text.split()] or [[""]]
+    places = [torch.arange(len(text)) for text in words]
+    made = []
+    for _ in range(count):
+        pieces = []
+        for _ in range(2):
+            row = int(torch.randint(len(words), (), generator=generator))
+            pieces += [words[row][place] for place in _piece([places[row]], generator).tolist()]
+        made.append(" ".join(pieces))
+    return made
+
+
+def _bags(present: Tensor, reserved: Tensor, vocabulary: Tensor | None) -> tuple[Bag, Bag]:
+    """What the even and the odd sequences draw from: token ids, and running sums of their weights."""
+    if vocabulary is None:
+        even = odd = (present, torch.arange(1, len(present) + 1).double())
+        return even, odd
+    tokens = torch.arange(len(vocabulary))
+    tokens = tokens[~torch.isin(tokens, reserved)]
+    weights = vocabulary.cpu().double()[tokens]
+    even = (tokens, torch.arange(1, len(tokens) + 1).double())
+    return even, (tokens, weights.cumsum(0)) if bool(weights.sum() > 0) else even
+
+
+def _drawn(bag: Bag, count: int, generator: torch.Generator) -> Tensor:
+    tokens, running = bag
+    places = torch.rand(count, generator=generator, dtype=torch.double) * running[-1]
+    return tokens[torch.searchsorted(running, places, right=True).clamp(max=len(tokens) - 1)]
 
 
 def _common(texts: list[Tensor]) -> int:
