@@ -34,9 +34,9 @@ def manifest(name: str = "my-model", **changes: Any) -> dict[str, Any]:
     content: dict[str, Any] = {
         "kind": "transport",
         "inputs": {
-            "base": {"path": "/models/base", "sha256": {"model.safetensors": "a" * 64}},
-            "tuned": {"path": f"/models/{name}", "sha256": {"model.safetensors": "b" * 64}},
-            "target": {"path": "acme/next-release", "sha256": {"model.safetensors": "c" * 64}},
+            "base": {"path": "/models/base", "hashes": {"model.safetensors": "a" * 64}},
+            "tuned": {"path": f"/models/{name}", "hashes": {"model.safetensors": "b" * 64}},
+            "target": {"path": "acme/next-release", "hashes": {"model.safetensors": "c" * 64}},
         },
         "config": {"mask": "veto", "alpha": 0.8, "margin": 0.4, "seed": 3},
         "votes": {"count": 10},

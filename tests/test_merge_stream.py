@@ -111,7 +111,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("merging.bundles", "merging.rules", "stream", "transported"):
+    for module in ("merging.bundles", "merging.rules", "updates", "pipeline", "transported"):
         monkeypatch.setattr(f"gradfix.{module}.CHUNK", 100)
 
 
@@ -192,11 +192,11 @@ def test_the_manifest_tells_the_whole_story(tmp_path: Path) -> None:
     manifest = gradfix.verify(tmp_path / "out")
     assert manifest["kind"] == "merge"
     assert set(manifest["inputs"]) == {"target", *(f"{r} {i}" for r in ("base", "tuned") for i in (1, 2, 3))}
-    from gradfix.checkpoints.safetensors_file import sha256_file
+    from gradfix.checkpoints.hashes import hash_file
 
     for role in manifest["inputs"].values():
-        for file, digest in role["sha256"].items():
-            assert digest == sha256_file(Path(role["path"]) / file)
+        for file, digest in role["hashes"].items():
+            assert digest == hash_file(Path(role["path"]) / file)
     assert manifest["details"]["who"] == "me"
     assert manifest["details"]["merge"]["method"] == "ties"
     assert all(0.3 < fact["kept"] < 0.7 for fact in manifest["details"]["vectors"])
@@ -229,7 +229,7 @@ def test_a_lora_folder_is_a_fine_tune(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("merging.bundles", "merging.rules", "stream", "transported"):
+    for module in ("merging.bundles", "merging.rules", "updates", "pipeline", "transported"):
         monkeypatch.setattr(f"gradfix.{module}.CHUNK", 1 << 14)
     base = {"w": torch.randn(1 << 21, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
     save(tmp_path / "base", base)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradfix.pieces import all_finite, nonzeros, recut
+from gradfix.pieces import all_finite, differing, nonzeros, recut
 from gradfix.threads import ahead, one_thread, piece_workers
 
 
@@ -30,6 +30,15 @@ def test_counts_and_checks(dtype: torch.dtype) -> None:
     for bad in ("nan", "inf", "-inf"):
         assert not all_finite(torch.cat([piece, torch.tensor([float(bad)], dtype=dtype)]))
     assert not all_finite(torch.tensor([float("inf"), float("-inf")], dtype=dtype))
+
+
+@given(data=st.data(), dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
+def test_entries_differ_as_numbers_do(data: st.DataObject, dtype: torch.dtype) -> None:
+    """Zeros of either sign are equal, numbers of either sign are not."""
+    values = st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-7, 3.0]), min_size=7, max_size=7)
+    left, right = (torch.tensor(data.draw(values), dtype=dtype) for _ in range(2))
+    assert differing(left, right) == int((left != right).sum())
+    assert nonzeros(left) == int((left != 0).sum())
 
 
 def test_ahead_is_an_ordered_map_that_runs_little_ahead() -> None:

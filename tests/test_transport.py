@@ -95,7 +95,8 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("shards", [1, 3])
 def test_stream_equals_memory_bit_for_bit(tmp_path, monkeypatch, dtype, mask, options, shards):
-    monkeypatch.setattr("gradfix.stream.CHUNK", 1000)
+    monkeypatch.setattr("gradfix.updates.CHUNK", 500)
+    monkeypatch.setattr("gradfix.updates.BLOCK", 300)
     monkeypatch.setattr("gradfix.transported.CHUNK", 1000)
     base, target = _state(0, dtype), _state(1, dtype)
     tuned = {
@@ -132,11 +133,11 @@ def test_manifest_accounts_for_every_tensor_and_verify_finds_changes(trio, tmp_p
     assert counts["transported"] + counts["copied"] + counts["skipped"] == counts["total"] == len(SHAPES)
     assert set(manifest["tensors"]) == set(SHAPES)
     assert set(manifest["inputs"]) == {"base", "tuned", "target"}
-    assert len(manifest["inputs"]["target"]["sha256"]) == 3
-    import hashlib
+    assert len(manifest["inputs"]["target"]["hashes"]) == 3
+    from blake3 import blake3
 
-    for file, digest in manifest["inputs"]["target"]["sha256"].items():
-        assert hashlib.sha256((trio["target"] / file).read_bytes()).hexdigest() == digest
+    for file, digest in manifest["inputs"]["target"]["hashes"].items():
+        assert digest == "blake3:" + blake3((trio["target"] / file).read_bytes()).hexdigest()
     weights = next(out.glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1

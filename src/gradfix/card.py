@@ -34,7 +34,7 @@ def card(manifest: Mapping[str, Any], *, library: str | None = None) -> str:
         _measured(manifest),
         _notes(manifest),
         _reproduce(manifest),
-        "Every number above, the fate of every tensor and the sha256 of every file are in `gradfix.json`; "
+        "Every number above, the fate of every tensor and the hash of every file are in `gradfix.json`; "
         "`gradfix verify` checks them.\n",
     ]
     return "\n".join(part for part in parts if part)
@@ -112,10 +112,10 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
 
 
 def _inputs(manifest: Mapping[str, Any]) -> str:
-    lines = ["## Made from", "", "| role | model | file | sha256 |", "|---|---|---|---|"]
+    lines = ["## Made from", "", "| role | model | file | hash |", "|---|---|---|---|"]
     for role, entry in _section(manifest, "inputs").items():
         about = entry if isinstance(entry, Mapping) else {}
-        hashes = _section(about, "sha256") or {"": ""}
+        hashes = _section(about, "hashes") or {"": ""}
         for file, digest in sorted(hashes.items()):
             lines.append(
                 f"| {safe(ROLES.get(role, role))} | {_name(manifest, role)} | {safe(file)} | {safe(digest)} |"

@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.open import Checkpoint
-from gradfix.errors import CorruptInput
-from gradfix.merging.bundles import Bundle, Place, Rule
-from gradfix.pieces import all_finite, nonzeros
+from gradfix.merging.bundles import Bundle
+from gradfix.pieces import Buffers
 from gradfix.preflight import Plan
 from gradfix.threads import ahead, piece_workers
 from gradfix.transported import mask_piece
@@ -28,36 +26,27 @@ from gradfix.votes.tally import SignVotes
 Votes = SignVotes | str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Count:
-    """What was seen of one vector."""
-
-    nonzero: int = 0
-    kept: int = 0
-    tau_square: float = 0.0
-    base_square: float = 0.0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-
 @dataclass
 class Side:
-    """One opened vector, and what was counted while it streamed by for the last time."""
+    """One opened vector."""
 
     base: Checkpoint
     tuned: Checkpoint
     votes: Votes | None
     vocabulary: Mapping[str, Any]  # how token rows were matched, where they had to be
     ballot: Ballot | None = None
-    count: Count = field(default_factory=Count)
+
+    def identity(self) -> Any:
+        """By what an interrupted run recognises the vector again; None where it cannot."""
+        parts = [self.base.identity(), self.tuned.identity()]
+        return None if None in parts else [*parts, self.ballot and self.ballot.identity()]
 
 
 class Differences(Bundle):
     """The vectors as differences read from files, masked by their ballots where they have one."""
 
-    def __init__(self, sides: list[Side], plan: Plan, hashes: InputHashes) -> None:
-        self.sides, self.hashes, self.pool = sides, hashes, piece_workers()
+    def __init__(self, sides: list[Side], plan: Plan, counting: Callable[[int], None] | None = None) -> None:
+        self.sides, self.pool, self.counting = sides, piece_workers(), counting
         self.count = len(sides)
         floating = [n for n in plan.transported if sides[0].base.info(n).dtype.is_floating_point]
         self.shapes = {name: sides[0].base.info(name).shape for name in floating}
@@ -65,26 +54,13 @@ class Differences(Bundle):
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
-        raw = self._raw(name, size, lambda c: c.chunks(name, size))
-        return ahead(self.pool, lambda piece: self._all_shown(piece, self._deltas(piece)), raw)
+        """For a method's statistics; `counting` hears how many bytes of the files went by."""
+        raw = self.raw(name, size, lambda c: c.chunks(name, size))
+        if self.counting is not None:
+            raw = _heard(raw, self.counting)
+        return ahead(self.pool, lambda piece: self.all_shown(piece, self.deltas(self.widened(piece))), raw)
 
-    def merged(self, name: str, size: int, rule: Rule) -> Iterator[Tensor]:
-        """The last walk: merge, hash the files, count what the masks keep."""
-
-        def work(item: tuple[int, _Raw]) -> tuple[Tensor, list[Count]]:
-            index, raw = item
-            deltas = self._deltas(raw)
-            shown = self._all_shown(raw, deltas)
-            result = rule(Place(name, self.shapes[name], index), shown)
-            return result, self._counted(name, raw, deltas, shown)
-
-        raw = self._raw(name, size, lambda c: self.hashes.chunks(c, name, size))
-        for result, counts in ahead(self.pool, work, enumerate(raw)):
-            for side, count in zip(self.sides, counts, strict=True):
-                side.count += count
-            yield result
-
-    def _raw(self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]) -> Iterator[_Raw]:
+    def raw(self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]) -> Iterator[Raw]:
         """Every distinct file once, and what each mask is shown."""
         sources = {id(c): c for side in self.sides for c in (side.base, side.tuned)}
         entries = math.prod(self.shapes[name])
@@ -94,14 +70,24 @@ class Differences(Bundle):
         ]
         for pieces in zip(*(read(source) for source in sources.values()), strict=True):
             seen = [None if ballot is None else next(ballot) for ballot in ballots]
-            yield _Raw(dict(zip(sources, pieces, strict=True)), seen)
+            yield Raw(dict(zip(sources, pieces, strict=True)), seen)
 
-    def _deltas(self, raw: _Raw) -> list[Tensor]:
+    def widened(self, raw: Raw, room: Buffers | None = None) -> dict[int, Tensor]:
+        """Every file's stretch in float32 or better; in `room` it holds until the next call in this thread."""
+        kinds = {key: torch.promote_types(piece.dtype, torch.float32) for key, piece in raw.pieces.items()}
+        if room is None:
+            return {key: piece.to(kinds[key]) for key, piece in raw.pieces.items()}
+        return {key: room.wide(str(key), piece, kinds[key]) for key, piece in raw.pieces.items()}
+
+    def deltas(self, wide: Mapping[int, Tensor], room: Buffers | None = None) -> list[Tensor]:
         """Per vector the difference of its two files."""
-        wide = {key: _wide(piece) for key, piece in raw.pieces.items()}
-        return [wide[id(side.tuned)] - wide[id(side.base)] for side in self.sides]
+        pairs = [(wide[id(side.tuned)], wide[id(side.base)]) for side in self.sides]
+        if room is None or self.dtype is torch.float64:
+            return [tuned - base for tuned, base in pairs]
+        rooms = [room.empty(f"delta {i}", len(base), self.dtype) for i, (_, base) in enumerate(pairs)]
+        return [torch.sub(*pair, out=own) for pair, own in zip(pairs, rooms, strict=True)]
 
-    def _all_shown(self, raw: _Raw, deltas: list[Tensor]) -> list[Tensor]:
+    def all_shown(self, raw: Raw, deltas: list[Tensor]) -> list[Tensor]:
         """What the masks leave of the differences."""
         return [self._shown(*parts) for parts in zip(self.sides, deltas, raw.seen, strict=True)]
 
@@ -112,35 +98,16 @@ class Differences(Bundle):
             return torch.zeros_like(delta, dtype=self.dtype)
         return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
 
-    def _counted(self, name: str, raw: _Raw, deltas: list[Tensor], shown: list[Tensor]) -> list[Count]:
-        bases = {id(side.base): _wide(raw.pieces[id(side.base)]) for side in self.sides}
-        squares = {key: float(torch.dot(base, base)) for key, base in bases.items()}
-        counts = []
-        for side, delta, left in zip(self.sides, deltas, shown, strict=True):
-            square = float(torch.dot(delta, delta))
-            if not math.isfinite(square):
-                _blame(name, raw, side)
-            if side.ballot is not None:
-                nonzero, kept = nonzeros(delta), nonzeros(left)
-            else:  # nothing is dropped, and a square above zero says that there is something
-                nonzero = kept = delta.numel() if square > 0 else nonzeros(delta)
-            counts.append(Count(nonzero, kept, square, squares[id(side.base)]))
-        return counts
+
+def _heard(walk: Iterator[Raw], counting: Callable[[int], None]) -> Iterator[Raw]:
+    for raw in walk:
+        yield raw
+        counting(sum(piece.numel() * piece.dtype.itemsize for piece in raw.pieces.values()))
 
 
 @dataclass(frozen=True)
-class _Raw:
+class Raw:
     """The same stretch of every file (by the checkpoint's id) and of every ballot."""
 
     pieces: dict[int, Tensor]
     seen: list[Tensor | None]
-
-
-def _wide(piece: Tensor) -> Tensor:
-    return piece if piece.dtype is torch.float64 else piece.float()
-
-
-def _blame(name: str, raw: _Raw, side: Side) -> None:
-    for checkpoint in (side.base, side.tuned):
-        if not all_finite(raw.pieces[id(checkpoint)]):
-            raise CorruptInput(f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it.")

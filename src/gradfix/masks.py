@@ -28,7 +28,7 @@ class Mask:
     rule: Callable[..., Tensor]
     sees: Sees
 
-    def __call__(self, delta: Tensor, shown: Tensor, **options: float) -> Tensor:
+    def __call__(self, delta: Tensor, shown: Tensor | None, **options: float) -> Tensor:
         return self.rule(delta, shown, **options)
 
 
@@ -48,7 +48,8 @@ def mask(name: str, sees: Sees = "direction") -> Callable[[Callable[..., Tensor]
 @mask("agree")
 def keep_agreeing(delta: Tensor, direction: Tensor) -> Tensor:
     """Keep the entries that already point downhill (eq. mask_grad). Direction 0 keeps nothing."""
-    return delta.sign().mul_(direction).clamp_min_(0).mul_(delta)
+    towards = direction.to(delta.dtype)
+    return (delta * towards).clamp_min_(0).mul_(towards)
 
 
 @mask("force")

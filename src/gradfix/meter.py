@@ -1,4 +1,4 @@
-"""How far a long copy got, in words: bytes done, bytes in all, time left."""
+"""How far a long copy got, in words: bytes done, bytes in all (where they are known), time left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Meter:
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         say: Callable[[str], None],
         what: str = "writing",
         clock: Callable[[], float] = time.monotonic,
@@ -38,11 +38,13 @@ class Meter:
         self.done += amount
         if self._begin is None:  # what an earlier run had written says nothing about this run's speed
             self._begin, self._begun_with = now, self.done
-        if now - self._said >= EVERY_SECONDS or self.done >= self.total:
+        if now - self._said >= EVERY_SECONDS or self.done == self.total:
             self._said = now
             self.say(self.text(now))
 
     def text(self, now: float) -> str:
+        if self.total is None:
+            return f"{self.what} {self.done / GIB:.2f} GiB"
         line = f"{self.what} {self.done / GIB:.2f} of {self.total / GIB:.2f} GiB"
         spent = now - (self._begin if self._begin is not None else now)
         moved = self.done - self._begun_with

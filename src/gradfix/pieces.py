@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WITHOUT_SIGN = 0x7FFF  # the bits of a bf16 number that are zero in a zero
+MINUS_ZERO = np.int16(-0x8000)  # the sign bit of a 16-bit float alone, and the smallest integer
+SHORT = (torch.bfloat16, torch.float16)
 
 
 def recut(pieces: Iterable[Tensor], elements: int) -> Iterator[Tensor]:
@@ -37,22 +38,26 @@ def recut(pieces: Iterable[Tensor], elements: int) -> Iterator[Tensor]:
 
 def nonzeros(piece: Tensor) -> int:
     """How many entries are not zero; torch's own comparisons are six times slower on the CPU."""
-    if piece.dtype is torch.bfloat16:
-        return int(np.count_nonzero(_bits(piece) & WITHOUT_SIGN))
+    if piece.dtype in SHORT:
+        return int(np.count_nonzero(_bits(piece) << 1))
     return int(np.count_nonzero(piece.cpu().numpy() != 0))
 
 
 def differing(left: Tensor, right: Tensor) -> int:
     """How many entries of two pieces are not equal."""
     if left.dtype is not right.dtype:
-        return nonzeros(left != right)
-    if left.dtype is torch.bfloat16:  # numpy knows no bf16: other bits, unless both are zeros of either sign
-        mine, other = _bits(left), _bits(right)
-        return int(np.count_nonzero((mine != other) & (((mine | other) & WITHOUT_SIGN) != 0)))
-    return int(np.count_nonzero(left.cpu().numpy() != right.cpu().numpy()))
+        return int(np.count_nonzero((left != right).cpu().numpy()))
+    if left.dtype not in SHORT:
+        return int(np.count_nonzero(left.cpu().numpy() != right.cpu().numpy()))
+    mine, other = _bits(left), _bits(right)
+    count = int(np.count_nonzero(mine != other))
+    if left.numel() and MINUS_ZERO in (mine.min(), other.min()):  # zeros of either sign are equal
+        count -= int(np.count_nonzero((mine != other) & ((mine | other) == MINUS_ZERO)))
+    return count
 
 
 def _bits(piece: Tensor) -> np.ndarray[Any, Any]:
+    """numpy knows no bf16, and compares fp16 slowly."""
     found: np.ndarray[Any, Any] = piece.cpu().view(torch.int16).numpy()
     return found
 
@@ -64,21 +69,18 @@ def all_finite(piece: Tensor) -> bool:
 
 
 class Buffers(threading.local):
-    """Wide copies of pieces in memory that every thread uses again: fresh pages cost more than the arithmetic."""
+    """Room for pieces that every thread uses again: fresh pages cost more than the arithmetic."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
-    def wide(self, *pieces: Tensor) -> list[Tensor]:
-        """Copies in float32, or float64 where a piece is; they hold until the next call in this thread.
+    def empty(self, role: str, count: int, dtype: torch.dtype) -> Tensor:
+        """Room for so many entries; it is the same room for the same role in this thread."""
+        held = self._held.get((role, dtype))
+        if held is None or held.numel() < count:
+            held = self._held[role, dtype] = torch.empty(count, dtype=dtype)
+        return held[:count]
 
-        All but the last share one dtype."""
-        first = torch.float64 if any(p.dtype is torch.float64 for p in pieces[:-1]) else torch.float32
-        kinds = [first] * (len(pieces) - 1) + [torch.promote_types(pieces[-1].dtype, torch.float32)]
-        return [self._copy(place, p, kind) for place, (p, kind) in enumerate(zip(pieces, kinds, strict=True))]
-
-    def _copy(self, place: int, piece: Tensor, kind: torch.dtype) -> Tensor:
-        held = self._held.get((place, kind))
-        if held is None or held.numel() < piece.numel():
-            held = self._held[place, kind] = torch.empty(piece.numel(), dtype=kind)
-        return held[: piece.numel()].copy_(piece)
+    def wide(self, role: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """The piece in this dtype, to be read only: itself where it has it already, else a copy."""
+        return piece if piece.dtype is dtype else self.empty(role, piece.numel(), dtype).copy_(piece)

@@ -5,12 +5,9 @@ shards, names, dtypes, config and tokenizer files, and a manifest with the fate 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +16,26 @@ from torch import Tensor
 
 from gradfix.card import card
 from gradfix.checkpoints.folder import copy_side_files, layout_of, versions, write_index
-from gradfix.checkpoints.hashes import InputHashes
-from gradfix.checkpoints.journal import Journal, journal_key
-from gradfix.checkpoints.open import (
-    CHUNK,
-    Checkpoint,
-    Source,
-    open_checkpoint,
-)
+from gradfix.checkpoints.input_hashes import InputHashes
+from gradfix.checkpoints.journal import journal_key
+from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.safetensors_file import TensorInfo
-from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside, staged_folder, torch_dtype, write_manifest
 from gradfix.checkpoints.zeros import Zeros
 from gradfix.descent import MAX_NORM_RATIO, stranger
-from gradfix.errors import CorruptInput, UnsafeResult
-from gradfix.fates import Fate, cosines, total
-from gradfix.pieces import Buffers, all_finite, differing
+from gradfix.errors import UnsafeResult
+from gradfix.fates import Fate, total
+from gradfix.moving import Mover
+from gradfix.pipeline import Content, Pipeline
 from gradfix.preflight import Plan, plan_transport
-from gradfix.threads import ahead, one_thread, piece_workers
-from gradfix.transported import mask_piece, share
+from gradfix.transported import share
+from gradfix.updates import Difference, Update
 from gradfix.votes.ballot import Ballot, OpenVotes
 from gradfix.votes.tally import SignVotes
 
 LEAST_KEPT = 0.01
-SPAN = 2  # pieces a worker takes at a time
-WIDE_RANGE = (torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -84,14 +74,15 @@ def transport_checkpoint(
     extras: Callable[[Path], None] | None = None,
     inputs: Mapping[str, Checkpoint] | None = None,
     hashes: InputHashes | None = None,
+    update: Update | None = None,
     kind: str = "transport",
     progress: Callable[[int], None] | None = None,
 ) -> StreamReport:
     """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
 
     `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none.
-    `extras(staging)` may add files; `details` go into the manifest. A lazy `tuned` that reads other files
-    hands in the `hashes` it reads them through."""
+    `extras(staging)` may add files; `details` go into the manifest. A merge computes its own `update`, and
+    hands in the `hashes` it reads its files through."""
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     out = Path(out)
@@ -100,19 +91,19 @@ def transport_checkpoint(
     before, after, vocabulary = match_vocabulary(before, after, goal)
     plan = plan_transport(before, after, goal, head=head, strict=strict)
     ballot = Ballot(votes, mask, margin, seed, plan, goal)
+    hashes = hashes or InputHashes([before, after, goal])
     job = _Job(
-        before, after, goal, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype,
-        hashes or InputHashes([before, after, goal]),
+        before, after, goal, plan, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype,
+        hashes, update or Difference(before, after, hashes),
     )  # fmt: skip
     need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
     key = journal_key((before, after, goal), ballot.identity(), job.alpha, job.dtype, head, strict)
     with staged_folder(out, overwrite=overwrite, need_bytes=need, key=key) as staging:
-        with one_thread(), piece_workers() as pool:
-            written = job.write(staging, plan, pool, progress)
+        written = job.write(staging, progress)
         copy_side_files(goal, staging)
         if extras is not None:
             extras(staging)
-        report = job.report(out, plan, force)
+        report = job.report(out, force)
         roles = inputs or {"base": before, "tuned": after, "target": goal}
         content = job.manifest(report, roles, {**(details or {}), **vocabulary})
         content = {"format": 1, "kind": kind, **content}
@@ -152,16 +143,17 @@ class _Job:
         base: Checkpoint,
         tuned: Checkpoint,
         target: Checkpoint,
+        plan: Plan,
         ballot: Ballot,
         alpha: float,
         dtype: torch.dtype | None,
         hashes: InputHashes,
+        update: Update,
     ) -> None:
-        self.base, self.tuned, self.target = base, tuned, target
+        self.base, self.tuned, self.target, self.plan = base, tuned, target, plan
         self.ballot, self.alpha, self.dtype, self.hashes = ballot, alpha, dtype, hashes
-        self.fates: dict[str, Fate] = {}
-        self.buffers = Buffers()
-        self.abstained: list[str] = []
+        self.pipeline = Pipeline(update, Mover(ballot, alpha), hashes)
+        self.wanted = set(plan.transported)
 
     def out_info(self, name: str, source: Checkpoint | None = None) -> TensorInfo:
         info = (source or self.target).info(name)
@@ -169,143 +161,34 @@ class _Job:
             return TensorInfo(info.shape, self.dtype)
         return info
 
-    def write(
-        self, staging: Path, plan: Plan, pool: ThreadPoolExecutor, progress: Callable[[int], None] | None
-    ) -> dict[str, str]:
-        layout = layout_of(self.target, plan, self.out_info, self.tuned)
-        journal = Journal(staging)
-        with self.hashes:
-            hashes = {
-                file: self._write_file(staging / file, names, plan, pool, journal, progress or _silent)
-                for file, names in layout.items()
-            }
-        journal.close()
+    def write(self, staging: Path, progress: Callable[[int], None] | None) -> dict[str, str]:
+        layout = layout_of(self.target, self.plan, self.out_info, self.tuned)
+        contents = {file: {name: self._content(name) for name in names} for file, names in layout.items()}
+        hashes = self.pipeline.write(staging, contents, progress)
         write_index(staging, layout, sum(self.out_info(n).nbytes for n in self.target.names()))
         return hashes
 
-    def _write_file(
-        self,
-        path: Path,
-        names: list[str],
-        plan: Plan,
-        pool: ThreadPoolExecutor,
-        journal: Journal,
-        progress: Callable[[int], None],
-    ) -> str:
-        """One output file, from where an interrupted run left it; returns its sha256."""
-        wanted = set(plan.transported)
-        infos = {
-            n: self.out_info(n, self.tuned if plan.extra.get(n, "").startswith("copied") else None)
-            for n in names
-        }
-        finished = journal.finished(path.name)
-        if finished is not None:
-            self._recall(journal, path.name)
-            progress(sum(info.nbytes for info in infos.values()))
-            return finished
-        with SafetensorsWriter(path, infos, {"format": "pt"}, journal.reached(path.name)) as writer:
-            if not writer.resumed:
-                journal.restart(path.name)
-            done = self._recall(journal, path.name)
-            progress(sum(infos[name].nbytes for name in done))
-            for name in names[len(done) :]:
-                for piece in self._pieces(name, name in wanted, plan, pool):
-                    writer.write(piece)
-                    progress(piece.numel() * piece.dtype.itemsize)
-                fate = self.fates.get(name)
-                journal.add(
-                    path.name, writer.size, writer.sha256(), tensor=name,
-                    fate=None if fate is None else asdict(fate), abstained=name in self.abstained[-1:],
-                )  # fmt: skip
-            digest = writer.close()
-        journal.add(path.name, writer.size, digest)
-        return digest
+    def _content(self, name: str) -> Content:
+        """A head that is copied comes from the fine-tune, everything else from the target."""
+        source = self.tuned if self.plan.extra.get(name, "").startswith("copied") else self.target
+        wanted = name in self.wanted and self.alpha != 0
+        voted = self.ballot.has(name)
+        return Content(self.out_info(name, source), source, wanted and voted, wanted and not voted)
 
-    def _recall(self, journal: Journal, file: str) -> list[str]:
-        """What became of the tensors an interrupted run has written; their names."""
-        records = journal.tensors(file)
-        self.fates |= {r["tensor"]: Fate(**r["fate"]) for r in records if r["fate"] is not None}
-        self.abstained += [r["tensor"] for r in records if r["abstained"]]
-        return [r["tensor"] for r in records]
-
-    def _pieces(self, name: str, transported: bool, plan: Plan, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
-        if transported and self.ballot.has(name) and self.alpha != 0:
-            return self._moved(name, pool)
-        source = self.tuned if plan.extra.get(name, "").startswith("copied") else self.target
-        if transported and self.alpha != 0:
-            self.abstained.append(name)
-        return self._copied(name, source)
-
-    def _copied(self, name: str, source: Checkpoint) -> Iterator[Tensor]:
-        info = self.out_info(name, source)
-        for piece in self.hashes.chunks(source, name, CHUNK):
-            copy = piece.to(info.dtype)
-            if not _finite(copy):
-                self._blame(name, (source, piece))
-            yield copy
-
-    def _moved(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Tensor]:
-        """Read here, in order; compute in the workers, a few pieces ahead; hand on in order."""
-        fate = self.fates[name] = Fate()
-        out_dtype = self.out_info(name).dtype
-        streams = zip(
-            self.hashes.chunks(self.base, name, SPAN * CHUNK),
-            self.hashes.chunks(self.tuned, name, SPAN * CHUNK),
-            self.hashes.chunks(self.target, name, SPAN * CHUNK),
-            self.ballot.pieces(name, self.target.info(name).numel, SPAN * CHUNK),
-            strict=True,
-        )
-        work = partial(self._move_span, name, out_dtype)
-        for moved, counted in ahead(pool, work, streams):
-            fate.add(counted)
-            yield moved
-
-    def _move_span(self, name: str, out_dtype: torch.dtype, spans: tuple[Tensor, ...]) -> tuple[Tensor, Fate]:
-        """One task of a worker: pieces small enough for its cache, one after another."""
-        out, fate = torch.empty(len(spans[0]), dtype=out_dtype), Fate()
-        for into, *pieces in zip(out.split(CHUNK), *(span.split(CHUNK) for span in spans), strict=True):
-            fate.add(self._move(name, into, *pieces))
-        return out, fate
-
-    def _move(
-        self, name: str, moved: Tensor, base: Tensor, tuned: Tensor, target: Tensor, seen: Tensor
-    ) -> Fate:
-        before, delta, goal = self.buffers.wide(base, tuned, target)
-        delta.sub_(before)
-        masked = mask_piece(self.ballot.rule, delta, seen, self.ballot.options)
-        counted = Fate()
-        counted.count(before, delta, masked, goal.to(before.dtype))
-        # Numbers whose squares add up are far from any overflow, but for fp16.
-        safe = math.isfinite(counted.tau_square + counted.target_square) and abs(self.alpha) < 1e9
-        finite = safe or all_finite(delta)
-        # masked may be delta itself; neither is needed again
-        moved.copy_(masked.to(goal.dtype).mul_(self.alpha).add_(goal))
-        counted.survived = differing(moved, target)
-        if not finite or not ((safe and moved.dtype in WIDE_RANGE) or all_finite(moved)):
-            self._blame(name, (self.base, base), (self.tuned, tuned), (self.target, target))
-        return counted
-
-    def _blame(self, name: str, *pieces: tuple[Checkpoint, Tensor]) -> None:
-        for checkpoint, piece in pieces:
-            if not _finite(piece):
-                raise CorruptInput(
-                    f"tensor {name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
-                )
-        raise UnsafeResult(f"tensor {name!r} overflows the output's dtype; use --out-dtype fp32.")
-
-    def report(self, out: Path, plan: Plan, force: bool) -> StreamReport:
-        whole = total(self.fates.values())
-        ratio = (whole.tau_square / whole.base_square) ** 0.5 if whole.base_square else 0.0
+    def report(self, out: Path, force: bool) -> StreamReport:
+        plan, fates, abstained = self.plan, self.pipeline.fates, self.pipeline.abstained
+        whole = total(fates.values())
+        ratio = whole.norm_ratio()
         notes = self._judge(whole, ratio, force)
         notes += [note for source in (self.base, self.tuned, self.target) for note in source.notes]
-        if self.abstained:
+        if abstained:
             notes.append(
-                f"{len(self.abstained)} tensors have no votes (frozen or unused) and were left as they are"
+                f"{len(abstained)} tensors have no votes (frozen or unused) and were left as they are"
             )
         skipped = [name for name, what in plan.extra.items() if what == "skipped"]
-        tensors: dict[str, Any] = {name: fate.as_json() for name, fate in self.fates.items()}
+        tensors: dict[str, Any] = {name: fate.as_json() for name, fate in fates.items()}
         tensors |= {name: {"fate": "copied", "reason": reason} for name, reason in plan.copied.items()}
-        tensors |= {name: {"fate": "copied", "reason": "no votes"} for name in self.abstained}
+        tensors |= {name: {"fate": "copied", "reason": "no votes"} for name in abstained}
         tensors |= {
             name: {"fate": "copied", "reason": "alpha is 0"}
             for name in plan.transported
@@ -336,7 +219,7 @@ class _Job:
         if nonzero == 0:
             raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: the task vector is zero.")
         if ratio > MAX_NORM_RATIO and not force:
-            raise stranger(self.base, self.tuned, ratio, *cosines(whole))
+            raise stranger(self.base, self.tuned, ratio, self.target)
         if kept < LEAST_KEPT * nonzero and not force:
             raise UnsafeResult(
                 f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "
@@ -354,7 +237,7 @@ class _Job:
         self, report: StreamReport, roles: Mapping[str, Checkpoint], details: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         inputs = {
-            role: {"path": str(checkpoint), "sha256": self.hashes.of(checkpoint)}
+            role: {"path": str(checkpoint), "hashes": self.hashes.of(checkpoint)}
             for role, checkpoint in roles.items()
         }
         ballot = self.ballot
@@ -384,12 +267,3 @@ class _Job:
             "details": dict(details or {}),
             "tensors": report.tensors,
         }
-
-
-def _finite(piece: Tensor) -> bool:
-    """Also for the small floats, which torch can store but not sum, and for integers."""
-    return not piece.dtype.is_floating_point or all_finite(piece.float() if piece.itemsize == 1 else piece)
-
-
-def _silent(_: int) -> None:
-    """Progress for nobody."""

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 MOST_WORKERS = 4
+LARGE_BLOCK = 31 << 20  # glibc learns from blocks up to 32 MiB
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,8 +34,15 @@ def one_thread() -> Iterator[None]:
 
 def piece_workers() -> ThreadPoolExecutor:
     """Workers for `ahead`; each runs torch on one thread."""
+    _keep_freed_memory()
     count = min(os.cpu_count() or 1, MOST_WORKERS)
     return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+
+
+def _keep_freed_memory() -> None:
+    """Pieces are freed and asked for all the time, and glibc gives freed memory back to the system, to be fetched
+    again page by page: a tenth of a stream's time. It stops once it has seen a large block come and go."""
+    torch.empty(LARGE_BLOCK, dtype=torch.uint8)
 
 
 def ahead(

@@ -108,9 +108,9 @@ class _Coins(Mapping[str, Tensor]):
         return len(self.tau)
 
 
-def mask_piece(rule: Mask, delta: Tensor, seen: Tensor, options: Mapping[str, float]) -> Tensor:
+def mask_piece(rule: Mask, delta: Tensor, seen: Tensor | None, options: Mapping[str, float]) -> Tensor:
     """Apply one rule to one tensor or flat piece; the single place both transports share."""
-    if rule.sees == "direction":
+    if rule.sees == "direction" and seen is not None:
         seen = seen.sign().to(torch.int8)
     return rule(delta, seen, **options)
 

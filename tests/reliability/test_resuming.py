@@ -23,26 +23,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tensors abstained")
 
 def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted transport goes on after its last finished shard and ends in the same bits."""
-    import gradfix.stream
+    import gradfix.pipeline
 
     roles = three(tmp_path)
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "whole")
-    moved: list[str] = []
-    real = gradfix.stream._Job._pieces
+    written: list[int] = []
 
-    def counted(self, name, *rest):
-        moved.append(name)
-        if len(moved) == 4:
+    def dying(amount: int) -> None:
+        written.extend([amount] * bool(amount))
+        if len(written) == 3:
             raise KeyboardInterrupt
-        return real(self, name, *rest)
 
-    monkeypatch.setattr(gradfix.stream._Job, "_pieces", counted)
     with pytest.raises(KeyboardInterrupt):
-        gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")
+        gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out", progress=dying)
     assert not (tmp_path / "out").exists()
-    first = list(moved)
+    begun: list[str] = []
+    real = gradfix.pipeline.Pipeline._tensor
+    monkeypatch.setattr(
+        gradfix.pipeline.Pipeline,
+        "_tensor",
+        lambda self, *which: begun.append(which[1]) or real(self, *which),
+    )
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")
-    assert len(moved) - len(first) < 5
+    assert len(begun) == 5 - len(written)
     assert relative(tmp_path / "out") == relative(tmp_path / "whole")
     assert not list(tmp_path.glob(".out*"))
 
@@ -50,17 +53,17 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pyte
 def test_a_changed_input_is_not_taken_for_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gradfix.stream
+    import gradfix.pipeline
 
     roles = three(tmp_path)
-    real, calls = gradfix.stream._Job._pieces, iter(range(100))
+    real, calls = gradfix.pipeline.Pipeline._tensor, iter(range(100))
 
-    def dying(self, name, *rest):
+    def dying(self, file, name, *rest):
         if next(calls) == 4:
             raise KeyboardInterrupt
-        return real(self, name, *rest)
+        return real(self, file, name, *rest)
 
-    monkeypatch.setattr(gradfix.stream._Job, "_pieces", dying)
+    monkeypatch.setattr(gradfix.pipeline.Pipeline, "_tensor", dying)
     with pytest.raises(KeyboardInterrupt):
         gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")
     state = load_file(roles["tuned"] / "model.safetensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import gradfix
 from gradfix.checkpoints.journal import JOURNAL
 from gradfix.meter import Meter
 from gradfix.votes.tally import SignVotes
+from tests.scale.interrupting import content, interrupt
 
 SHAPES = {"a": (40, 50), "b": (7,), "c": (60, 50), "d": (30, 50), "e": (3, 3)}
 BYTES = sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
@@ -22,7 +22,7 @@ BYTES = sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradfix.stream.CHUNK", 100)
+    monkeypatch.setattr("gradfix.updates.CHUNK", 50)
     draw = torch.Generator().manual_seed(0)
     base = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     states = {
@@ -50,34 +50,8 @@ def job(tmp_path, monkeypatch):
     }
 
 
-def _stop_after(limit: int, how: str):
-    done = 0
-
-    def progress(amount: int) -> None:
-        nonlocal done
-        done += amount
-        if done >= limit:
-            if how == "SIGKILL":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyboardInterrupt
-
-    return progress
-
-
 def _interrupt(job, out: Path, limit: int, how: str) -> None:
-    if how == "SIGINT":
-        with pytest.raises(KeyboardInterrupt):
-            gradfix.transport_checkpoint(**job, out=out, progress=_stop_after(limit, how))
-        return
-    child = os.fork()
-    if child == 0:
-        gradfix.transport_checkpoint(**job, out=out, progress=_stop_after(limit, how))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
-def _content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    interrupt(lambda progress: gradfix.transport_checkpoint(**job, out=out, progress=progress), limit, how)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
@@ -89,7 +63,7 @@ def test_an_interrupted_transport_goes_on_with_the_same_bits(job, tmp_path, limi
     assert not out.exists()
     steps: list[int] = []
     report = gradfix.transport_checkpoint(**job, out=out, progress=steps.append)
-    assert _content(out) == _content(tmp_path / "whole")
+    assert content(out) == content(tmp_path / "whole")
     assert gradfix.verify(out)["counts"]["transported"] == report.transported == len(SHAPES)
     assert sum(steps) == BYTES
     if limit > 9_000:  # tensors a and b were whole and are not computed again
@@ -112,7 +86,7 @@ def test_a_damaged_beginning_is_written_again(job, tmp_path, damage):
     else:
         (staging / JOURNAL).write_bytes((staging / JOURNAL).read_bytes()[:-20] + b"\n{broken\n")
     gradfix.transport_checkpoint(**job, out=tmp_path / "out")
-    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_other_settings_start_again(job, tmp_path):
@@ -122,7 +96,7 @@ def test_other_settings_start_again(job, tmp_path):
     gradfix.transport_checkpoint(**other, out=tmp_path / "out", progress=steps.append)
     gradfix.transport_checkpoint(**other, out=tmp_path / "whole")
     assert steps[0] == 0
-    assert _content(tmp_path / "out") == _content(tmp_path / "whole")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_the_meter_tells_bytes_and_time_left():
@@ -136,3 +110,6 @@ def test_the_meter_tells_bytes_and_time_left():
         "writing 3.00 of 4.00 GiB, 1 s left",  # two GiB in one second
         "writing 4.00 of 4.00 GiB",
     ]
+    meter = Meter(None, said.append, "counting,", clock=lambda: 0.0)
+    meter(2**29)
+    assert said[-1] == "counting, 0.50 GiB"

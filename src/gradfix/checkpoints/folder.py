@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from gradfix._version import __version__
+from gradfix.checkpoints.hashes import hash_file, hexadecimal
 from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint
-from gradfix.checkpoints.safetensors_file import TensorInfo, sha256_file
+from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.preflight import Plan
 
+BY_FILES, BY_SHA256 = "blake3:", "files:"  # how a fingerprint of files begins, now and in older votes
 SHARD_BYTES = 5 * 2**30
 NOT_COPIED = (
     ".index.json",
@@ -39,8 +41,25 @@ def target_fingerprint(target: Checkpoint, files: Mapping[str, str] | None = Non
     """The identity votes are tied to: file hashes for checkpoints on disk, content for those in memory."""
     if not target.files:
         return target.fingerprint()
-    hashes = files or {path.name: sha256_file(path) for path in target.files}
-    return "files:" + "+".join(hashes[name][:32] for name in sorted(hashes))
+    return _of_files(BY_FILES, files or {path.name: hash_file(path) for path in target.files})
+
+
+def is_target(recorded: str, target: Checkpoint, files: Mapping[str, str] | None = None) -> bool:
+    """Was this fingerprint taken of these weights? Those of older votes are sha256 and cost one reading."""
+    if recorded.startswith(BY_SHA256):
+        older = {path.name: hash_file(path, "sha256") for path in target.files}
+        return bool(older) and recorded == _of_files(BY_SHA256, older)
+    return recorded == target_fingerprint(target, files)
+
+
+def comparable(fingerprints: Iterable[str]) -> bool:
+    """Do these fingerprints differ only if the weights do? Those of files in two algorithms tell nothing."""
+    kinds = {next((kind for kind in (BY_FILES, BY_SHA256) if f.startswith(kind)), "") for f in fingerprints}
+    return not kinds >= {BY_FILES, BY_SHA256}
+
+
+def _of_files(kind: str, hashes: Mapping[str, str]) -> str:
+    return kind + "+".join(hexadecimal(hashes[name])[:32] for name in sorted(hashes))
 
 
 def versions() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradfix.checkpoints.adapter_base import check_base
 from gradfix.checkpoints.adapter_names import conv1d_layers, layer_names
 from gradfix.checkpoints.open import CHUNK, Checkpoint, open_checkpoint
-from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, file_identity
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
 CONFIG = "adapter_config.json"
@@ -71,7 +71,7 @@ class LoraCheckpoint(Checkpoint):
     def __init__(
         self, folder: Path, base: Checkpoint, weights: Checkpoint, config: Mapping[str, Any]
     ) -> None:
-        self.path = folder
+        self.path = self.folder = folder
         self.base, self.weights = base, weights
         layers, full = _sort_keys(weights.names(), folder)
         places = layer_names(base, folder, list(layers), list(full))
@@ -192,6 +192,15 @@ class LoraCheckpoint(Checkpoint):
         return self.weights.read(layer.keys["EA"]).to(dtype).T, self.weights.read(layer.keys["EB"]).to(
             dtype
         ).T
+
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        if name in self._deltas or name in self._biases:
+            return None
+        return self.weights.stored(self._full[name]) if name in self._full else self.base.stored(name)
+
+    def identity(self) -> Any:
+        parts = [self.base.identity(), self.weights.identity()]
+        return None if None in parts else [*parts, file_identity(self.folder / CONFIG)]
 
     @property
     def files(self) -> list[Path]:

@@ -246,7 +246,7 @@ def save_lora(
         **versions(),
         "base_fingerprint": goal.fingerprint(),
         "inputs": {
-            role: {"path": str(source), "sha256": {Path(p).name: h for p, h in file_hashes(source).items()}}
+            role: {"path": str(source), "hashes": {Path(p).name: h for p, h in file_hashes(source).items()}}
             for role, source in sources.items()
         },
         "config": dict(config or {}),

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfix.checkpoints.hashes import hash_file
 from gradfix.checkpoints.open_clip_tags import PREFIX, tag_file
 from gradfix.checkpoints.pickled import load_pickle
 from gradfix.checkpoints.safetensors_file import (
@@ -25,7 +26,7 @@ from gradfix.checkpoints.safetensors_file import (
     MAX_HEADER_BYTES,
     SafetensorsFile,
     TensorInfo,
-    sha256_file,
+    file_identity,
 )
 from gradfix.errors import CorruptInput, UsageError
 
@@ -68,6 +69,14 @@ class Checkpoint(ABC):
     def span(self, name: str, first: int, count: int) -> Tensor:
         """Entries first .. first + count of the flattened tensor."""
         return self.read(name).reshape(-1)[first : first + count]
+
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        """The file that holds this tensor as it is, and its name there; None where it is computed."""
+        return None
+
+    def identity(self) -> Any:
+        """By what an interrupted run recognises its inputs again, as JSON; None where it cannot."""
+        return None
 
     @property
     def files(self) -> list[Path]:
@@ -134,6 +143,12 @@ class SafetensorsCheckpoint(Checkpoint):
     def shard_of(self, name: str) -> SafetensorsFile:
         return self._home[name]
 
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        return self._home[name], name
+
+    def identity(self) -> Any:
+        return [file_identity(path) for path in self.files]
+
     @property
     def files(self) -> list[Path]:
         return [shard.path for shard in self.shards]
@@ -189,6 +204,13 @@ class Part(Checkpoint):
 
     def span(self, name: str, first: int, count: int) -> Tensor:
         return self.whole.span(name, first, count)
+
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        return self.whole.stored(name)
+
+    def identity(self) -> Any:
+        whole = self.whole.identity()
+        return None if whole is None else [whole, self._names]
 
     @property
     def files(self) -> list[Path]:
@@ -347,4 +369,4 @@ def _from_file(path: Path, folder: Path | None = None) -> Checkpoint:
 
 
 def file_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    return {str(path): sha256_file(path) for path in checkpoint.files}
+    return {str(path): hash_file(path) for path in checkpoint.files}

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from gradfix.checkpoints.open import CHUNK, Checkpoint
-from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 
 
 class Renamed(Checkpoint):
@@ -33,6 +34,13 @@ class Renamed(Checkpoint):
 
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         return self.whole.chunks(self.original[name], elements)
+
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        return self.whole.stored(self.original[name])
+
+    def identity(self) -> Any:
+        whole = self.whole.identity()
+        return None if whole is None else [whole, self.original]
 
     @property
     def files(self) -> list[Path]:

@@ -2,16 +2,16 @@
 
 The header is checked by the safetensors library; the tensors are then read with plain
 positioned reads into a caller-sized buffer. Memory stays at one chunk whatever the size of
-the file, and when the chunks are read in file order the file's sha256 falls out for free."""
+the file."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -96,30 +96,10 @@ class SafetensorsFile:
                 yield _read_range(file.fileno(), entry, first, count, self.path)
 
 
-class FileHash:
-    """A file's sha256, collected from ranges that happen to be read in order.
-
-    Ranges read out of order are not an error: `hexdigest` then reads the file itself."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._digest = hashlib.sha256()
-        self._next = 0
-
-    def update(self, offset: int, data: memoryview | bytes) -> None:
-        if offset == self._next:
-            self._digest.update(data)
-            self._next += len(data)
-
-    def hexdigest(self) -> str:
-        if self._next == self.path.stat().st_size:
-            return self._digest.hexdigest()
-        return sha256_file(self.path)
-
-
-def sha256_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_identity(path: Path) -> list[Any]:
+    """A file that is replaced or changed gets another inode or change time."""
+    status = os.stat(path)
+    return [os.path.realpath(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _read_range(descriptor: int, entry: Entry, first: int, count: int, path: Path) -> Tensor:

@@ -1,29 +1,34 @@
-"""Write one safetensors file in pieces, hashed on the way, and go on with one that was begun earlier."""
+"""Write one safetensors file in pieces, hashed on the way, and go on with one that was begun earlier.
+
+Writing and hashing happen in a thread of their own, a few pieces behind the caller; the disk is told to begin
+long before the end, so that closing the file waits for its last part only."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gradfix.checkpoints.hashes import BackgroundHash
+from gradfix.checkpoints.hashes import ContentHash
 from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.safetensors_file import CODES, TensorInfo
 from gradfix.errors import UnsafeResult
 
-REREAD_BYTES = 1 << 20
-FLUSH_BYTES = 1 << 28
+REREAD_BYTES = 1 << 18
+FLUSH_BYTES = 1 << 26
+WAITING = 6  # pieces that may wait to be written
 
 
 class SafetensorsWriter:
-    """One safetensors file, written tensor by tensor in pieces; the sha256 comes with it.
+    """One safetensors file, written tensor by tensor in pieces; its hash comes with it.
 
-    With `after` (a size and the sha256 of so many bytes), a file begun earlier is gone on with if its
+    With `after` (a size and the hash of so many bytes), a file begun earlier is gone on with if its
     beginning holds; `resumed` says whether it did."""
 
     def __init__(
@@ -34,53 +39,51 @@ class SafetensorsWriter:
         after: tuple[int, str] | None = None,
     ) -> None:
         self.path = path
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        offset = 0
-        for name, info in tensors.items():
-            header[name] = {
-                "dtype": CODES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [offset, offset + info.nbytes],
-            }
-            offset += info.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._expected = 8 + len(text) + offset
+        header = _header(tensors, metadata)
+        self._expected = len(header) + sum(info.nbytes for info in tensors.values())
         self.size = self._flushed = 0
+        self._hand = ThreadPoolExecutor(max_workers=1)
+        self._waiting: deque[Future[None]] = deque()
         self._flusher = ThreadPoolExecutor(max_workers=1)
         self._flushing: Future[None] | None = None
-        self._digest = BackgroundHash()
+        self._content = ContentHash()
         self.resumed = after is not None and self._go_on(*after)
         if not self.resumed:
-            self._digest = BackgroundHash()
+            self._content = ContentHash()
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115
-            self.write_bytes(len(text).to_bytes(8, "little") + text)
+            self._put(header)
 
-    def _go_on(self, size: int, sha256: str) -> bool:
+    def _go_on(self, size: int, expected: str) -> bool:
         if not self.path.is_file() or not 0 < size <= self.path.stat().st_size:
             return False
         self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115
         self._file.truncate(size)
         while data := self._file.read(REREAD_BYTES):
-            self._digest.update(data)
-        self.size = size
-        if self._digest.hexdigest() == sha256:
+            self._content.update(data)
+        if self._content.text() == expected:
+            self.size = size
             return True
         self._file.close()
-        self._digest.close()
-        self.size = 0
         return False
 
     def write(self, piece: Tensor) -> None:
-        """The piece must not change afterwards: it is hashed a little later."""
-        self.write_bytes(raw_bytes(piece))
+        """The piece must not change afterwards: it is written a little later."""
+        self._later(self._put, raw_bytes(piece))
 
-    def write_bytes(self, data: bytes | memoryview) -> None:
+    def mark(self, tell: Callable[[int, str], None]) -> None:
+        """Call `tell` with the size and hash of all that was handed in so far, once it is written."""
+        self._later(lambda: tell(self.size, self._content.text()))
+
+    def _later(self, work: Callable[..., None], *arguments: Any) -> None:
+        if len(self._waiting) >= WAITING:
+            self._waiting.popleft().result()
+        self._waiting.append(self._hand.submit(work, *arguments))
+
+    def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        if view:
-            self._digest.update(view)
         while view:
             done = self._file.write(view)
+            self._content.update(view[:done])
             view = view[done:]
             self.size += done
         if self.size - self._flushed >= FLUSH_BYTES:
@@ -92,12 +95,10 @@ class SafetensorsWriter:
             self._flushed = self.size
             self._flushing = self._flusher.submit(os.fdatasync, self._file.fileno())
 
-    def sha256(self) -> str:
-        """Of what has been written so far."""
-        return self._digest.hexdigest()
-
     def close(self) -> str:
-        """Flush to disk and return the sha256."""
+        """Flush to disk and return the hash."""
+        while self._waiting:
+            self._waiting.popleft().result()
         if self.size != self._expected:
             raise UnsafeResult(
                 f"{self.path.name}: wrote {self.size} bytes of {self._expected}; this is a bug."
@@ -106,12 +107,27 @@ class SafetensorsWriter:
             self._flushing.result()
         os.fsync(self._file.fileno())
         self._file.close()
-        return self.sha256()
+        return self._content.text()
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._hand.shutdown(wait=True)
         self._flusher.shutdown(wait=True)
         self._file.close()
-        self._digest.close()
+
+
+def _header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, info in tensors.items():
+        header[name] = {
+            "dtype": CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [offset, offset + info.nbytes],
+        }
+        offset += info.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -57,7 +57,7 @@ def save_like(
             extras(staging)
         content = {
             "format": 1, "kind": "finetune", **versions(), "details": dict(details or {}),
-            "inputs": {"source": {"path": str(source), "sha256": file_hashes(source)}},
+            "inputs": {"source": {"path": str(source), "hashes": file_hashes(source)}},
         }  # fmt: skip
         write_manifest(staging, content, hashes)
 

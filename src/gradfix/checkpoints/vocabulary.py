@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.open import CHUNK, Checkpoint
-from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 
 TOKEN_TABLE = re.compile(
@@ -104,6 +104,13 @@ class MatchedRows(Checkpoint):
             piece = self.whole.span(name, row * width, length * width)
             out[place * width : (place + length) * width] = piece
         return out[first - top * width :][:count]
+
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        return None if name in self.rows else self.whole.stored(name)
+
+    def identity(self) -> Any:
+        whole = self.whole.identity()
+        return None if whole is None else [whole, {name: rows.tolist() for name, rows in self.rows.items()}]
 
     @property
     def files(self) -> list[Path]:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.safetensors_file import FileHash, TensorInfo, sha256_file
+from gradfix.checkpoints.hashes import hash_file, holds
+from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError
 
@@ -279,12 +280,12 @@ def _remove_dead_files(path: Path) -> None:
 
 
 def write_manifest(folder: Path, content: Mapping[str, Any], hashes: Mapping[str, str]) -> None:
-    """The last file of a folder: what it holds, with the sha256 of every other file."""
+    """The last file of a folder: what it holds, with the hash of every other file."""
     outputs = dict(hashes)
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
         if path.is_file() and relative not in outputs and relative != MANIFEST:
-            outputs[relative] = sha256_file(path)
+            outputs[relative] = hash_file(path)
     text = json.dumps({**content, "outputs": dict(sorted(outputs.items()))}, indent=1, default=str)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
@@ -312,9 +313,9 @@ def verify(folder: str | os.PathLike[str]) -> dict[str, Any]:
             raise CorruptInput(f"{home / MANIFEST} names a file outside the folder ({relative!r}); refused.")
         if not os.path.isfile(path):  # unlike Path.is_file it also answers for names no system can hold
             raise CorruptInput(f"{path} is missing; the manifest lists it.")
-        if sha256_file(path) != expected:
+        if not holds(path, str(expected)):
             raise CorruptInput(
-                f"{path} has changed since it was written: its sha256 does not match the manifest."
+                f"{path} has changed since it was written: its hash does not match the manifest."
             )
     for path in sorted(home.rglob("*")):
         relative = path.relative_to(home).as_posix()
@@ -338,7 +339,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 __all__ = [
-    "FileHash",
     "MANIFEST",
     "SafetensorsWriter",
     "discard",

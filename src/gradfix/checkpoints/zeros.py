@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ class Zeros(Checkpoint):
 
     def read(self, name: str) -> Tensor:
         return torch.zeros(self.info(name).shape, dtype=self.info(name).dtype)
+
+    def identity(self) -> Any:
+        return self.like.identity()
 
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         info = self.info(name)

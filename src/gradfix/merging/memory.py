@@ -17,6 +17,7 @@ from gradfix.merging.rules import MERGES
 from gradfix.taskvector import TaskVector
 from gradfix.threads import one_thread
 from gradfix.transported import Direction, Transported, seed_of, transport
+from gradfix.votes.identity import common_target
 from gradfix.votes.tally import SignVotes, dtype_for
 
 __all__ = ["MERGES", "consensus", "mask_then_merge", "merge", "merge_then_mask"]
@@ -107,10 +108,6 @@ def consensus(votes: Sequence[SignVotes]) -> SignVotes:
         odd = sorted(set(first) ^ set(other))
         if odd:
             raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
-        if None not in (first.target_hash, other.target_hash) and first.target_hash != other.target_hash:
-            raise IncompatibleCheckpoints(
-                "the votes were taken at different weights: they have no consensus."
-            )
         for name in first:
             if first[name].shape != other[name].shape:
                 raise IncompatibleCheckpoints(
@@ -128,7 +125,7 @@ def consensus(votes: Sequence[SignVotes]) -> SignVotes:
         tensors,
         len(votes),
         rule="consensus",
-        target_hash=next((task.target_hash for task in votes if task.target_hash), None),
+        target_hash=common_target(task.target_hash for task in votes),
         disk_names=next((task.disk_names for task in votes if task.disk_names), None),
         notes=tuple(dict.fromkeys(note for task in votes for note in task.notes)),
     )

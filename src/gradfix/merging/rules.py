@@ -236,8 +236,10 @@ def _scaled(pieces: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
 
 
 def _sum(pieces: Sequence[Tensor]) -> Tensor:
-    total = pieces[0].clone()
-    for piece in pieces[1:]:
+    if len(pieces) == 1:
+        return pieces[0].clone()
+    total = pieces[0] + pieces[1]
+    for piece in pieces[2:]:
         total += piece
     return total
 

@@ -7,7 +7,7 @@ masks it where asked to, and writes the output as it does for a single fine-tune
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.hashes import InputHashes
-from gradfix.checkpoints.open import CHUNK, Checkpoint, Part, Source, open_checkpoint
-from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.input_hashes import InputHashes
+from gradfix.checkpoints.open import Checkpoint, Part, Source, open_checkpoint
+from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
 from gradfix.checkpoints.zeros import Zeros
-from gradfix.descent import MAX_NORM_RATIO
+from gradfix.descent import MAX_NORM_RATIO, stranger
 from gradfix.differences import Differences, Side, Votes
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.merging.bundles import Density, Merge, Rule
+from gradfix.merging.bundles import Density
+from gradfix.merging.combined import Combined
 from gradfix.merging.memory import mask_seed, method_options
 from gradfix.merging.rules import MERGES
-from gradfix.pieces import recut
 from gradfix.preflight import plan_transport
 from gradfix.registry import unknown
 from gradfix.stream import LEAST_KEPT, StreamReport, transport_checkpoint
 from gradfix.taskvector import TaskVector
-from gradfix.threads import one_thread
+from gradfix.threads import ahead, one_thread
 from gradfix.transported import share, transport
+from gradfix.updates import Piece
 from gradfix.votes.ballot import Ballot, OpenVotes, consensus_of, open_votes
 from gradfix.votes.tally import SignVotes
 
+MIXED_UP = "Check the base and tuned of this vector; force goes on all the same."
 ORDERS = ("plain", "mask_then_merge", "merge_then_mask")
 
 
@@ -70,14 +72,19 @@ def merge_checkpoints(
     details: Mapping[str, Any] | None = None,
     extras: Callable[[Path], None] | None = None,
     progress: Callable[[int], None] | None = None,
+    counting: Callable[[int], None] | None = None,
     **options: Any,
 ) -> StreamReport:
     """Write `target + alpha * merge(tuned_t - base_t)`: one model out of several fine-tunes.
 
     `order` says where the votes come in: "plain" (nowhere), "mask_then_merge" (each vector by its own) or
     "merge_then_mask" (the merged one by the tasks' consensus). Sources that share one task share its votes:
-    give every vector the same. `options` are the method's own. Equals `gradfix.merging.memory` bit for bit."""
-    plan = _plan(target, vectors, method, order, mask, density, margin, seed, head, options, still=alpha == 0)
+    give every vector the same. `options` are the method's own. Equals `gradfix.merging.memory` bit for bit.
+    `progress` hears the bytes written, `counting` before that the bytes read for the method's statistics. An
+    interrupted merge goes on after its last whole tensor."""
+    plan = _plan(
+        target, vectors, method, order, mask, density, margin, seed, head, options, counting, still=alpha == 0
+    )
     job, merged = plan.job, plan.merged
     refuse_inside(Path(out), [c.path for c in job.inputs.values() if c.path is not None])
     after = order == "merge_then_mask"
@@ -88,7 +95,7 @@ def merge_checkpoints(
 
     def judged(staging: Path) -> None:
         if alpha:
-            about["vectors"] = job.judge(force)
+            about["vectors"] = job.judge(merged.update, force)
         if extras is not None:
             extras(staging)
 
@@ -110,6 +117,7 @@ def merge_checkpoints(
         extras=judged,
         inputs=job.inputs,
         hashes=job.hashes,
+        update=merged.update,
         kind="merge",
         progress=progress,
     )
@@ -127,10 +135,11 @@ def merged_update(
     margin: float | None = None,
     seed: int | None = None,
     head: str = "error",
+    counting: Callable[[int], None] | None = None,
     **options: Any,
 ) -> TaskVector:
     """The update `merge_checkpoints` would add at alpha 1, in memory: one vector's worth, however many go in."""
-    plan = _plan(target, vectors, method, order, mask, density, margin, seed, head, options)
+    plan = _plan(target, vectors, method, order, mask, density, margin, seed, head, options, counting)
     update = TaskVector({name: plan.merged.read(name) for name in plan.job.bundle.shapes})
     if order != "merge_then_mask":
         return update
@@ -157,18 +166,21 @@ def _plan(
     seed: int | None,
     head: str,
     options: dict[str, Any],
+    counting: Callable[[int], None] | None,
     still: bool = False,
 ) -> _Plan:
     """Open and check everything and take the method's statistics (none are needed to stay `still`)."""
     _check_order(order, vectors)
     chosen = MERGES[method]
-    job = _MergeJob(target, vectors, head)
+    job = _MergeJob(target, vectors, head, counting)
     if order == "mask_then_merge":
         job.mask_each(mask, margin, seed)
     weights = None if all(vector.weight == 1 for vector in vectors) else [v.weight for v in vectors]
     given = method_options(method, density, seed if "seed" in chosen.options else None, options)
     rule = (lambda place, pieces: pieces[0]) if still else chosen.prepare(job.bundle, weights, given)
-    return _Plan(job, _Merged(job, chosen, rule), given)
+    update = Combined(job.bundle, chosen, rule, job.hashes)
+    settings = [method, order, weights, given]
+    return _Plan(job, _Merged(job, update, settings), given)
 
 
 def _check_order(order: str, vectors: Sequence[Vector]) -> None:
@@ -185,7 +197,13 @@ def _check_order(order: str, vectors: Sequence[Vector]) -> None:
 class _MergeJob:
     """The opened inputs of one merge: every checkpoint once, however often it is named."""
 
-    def __init__(self, target: Source | Checkpoint, vectors: Sequence[Vector], head: str) -> None:
+    def __init__(
+        self,
+        target: Source | Checkpoint,
+        vectors: Sequence[Vector],
+        head: str,
+        counting: Callable[[int], None] | None,
+    ) -> None:
         opened: dict[Any, Checkpoint] = {}
         self.target = _open_once(target, opened)
         self.sides: list[Side] = []
@@ -202,7 +220,7 @@ class _MergeJob:
         self.names = [name for name in self.target.names() if name in self.sides[0].base]
         self.heads = self._heads(head)
         self.hashes = InputHashes(list(self.inputs.values()))
-        self.bundle = Differences(self.sides, self.plans[0], self.hashes)
+        self.bundle = Differences(self.sides, self.plans[0], counting)
 
     def _check_names(self) -> None:
         first = set(self.sides[0].base.names())
@@ -238,23 +256,20 @@ class _MergeJob:
         if not distinct:
             return None
         tasks = [open_votes(votes, self.target) for votes in distinct.values()]
-        return tasks[0] if len(tasks) == 1 else consensus_of(tasks)
+        return tasks[0] if len(tasks) == 1 else consensus_of(tasks, self.target)
 
-    def judge(self, force: bool) -> list[dict[str, Any]]:
+    def judge(self, update: Combined, force: bool) -> list[dict[str, Any]]:
         """Refuse what is no fine-tune of its base or what a mask emptied; say what became of each vector."""
         facts = []
-        for side in self.sides:
-            count = side.count
-            ratio = (count.tau_square / count.base_square) ** 0.5 if count.base_square else 0.0
+        for number, side in enumerate(self.sides):
+            count = update.count(number)
+            ratio = count.norm_ratio()
             if count.nonzero == 0:
                 raise UnsafeResult(
                     f"{side.tuned} equals {side.base} in every weight: its task vector is zero."
                 )
             if ratio > MAX_NORM_RATIO and not force:
-                raise IncompatibleCheckpoints(
-                    f"{side.tuned} differs from {side.base} by {ratio:.0%} of its norm: not a fine-tune of that "
-                    "base? Check base and tuned; force goes on all the same."
-                )
+                raise stranger(side.base, side.tuned, ratio, self.target, advice=MIXED_UP)
             if side.ballot is not None:
                 side.ballot.require(self.target, self.hashes)
             if count.kept < LEAST_KEPT * count.nonzero and not force:
@@ -284,10 +299,10 @@ def _identity(votes: Votes | None) -> object:
 
 
 class _Merged(Checkpoint):
-    """The merged update as a checkpoint: computed when a piece is asked for, each tensor once."""
+    """The merged update as a checkpoint: computed when a tensor is asked for. Heads are read where they are."""
 
-    def __init__(self, job: _MergeJob, method: Merge, rule: Rule) -> None:
-        self.job, self.method, self.rule = job, method, rule
+    def __init__(self, job: _MergeJob, update: Combined, settings: list[Any]) -> None:
+        self.job, self.update, self.settings = job, update, settings
         self.notes = tuple(
             dict.fromkeys(note for c in job.inputs.values() for note in c.notes if c is not job.target)
         )
@@ -303,18 +318,22 @@ class _Merged(Checkpoint):
         return self.job.sides[0].base.info(name)
 
     def read(self, name: str) -> Tensor:
-        info = self.info(name)
-        pieces = list(self.chunks(name, CHUNK))
-        return torch.cat(pieces).view(info.shape) if pieces else torch.empty(info.shape, dtype=info.dtype)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         if name in self.job.heads:
-            return self.job.hashes.chunks(self.job.heads[name], name, elements)
-        return recut(self._pieces(name), elements)
+            return self.job.heads[name].read(name)
+        info = self.info(name)
+        pieces = ahead(self.job.bundle.pool, _computed, self.update.pieces(name))
+        return torch.cat([torch.empty(0, dtype=info.dtype), *pieces]).view(info.shape)
 
-    def _pieces(self, name: str) -> Iterator[Tensor]:
-        shape = self.job.bundle.shapes[name]
-        return self.job.bundle.merged(name, self.method.piece_size(shape), self.rule)
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        return self.job.heads[name].stored(name) if name in self.job.heads else None
+
+    def identity(self) -> Any:
+        parts = [side.identity() for side in self.job.sides]
+        return None if None in parts else [self.settings, parts]
 
     def __str__(self) -> str:
         return f"the merge of {len(self.job.sides)} vectors"
+
+
+def _computed(piece: Piece) -> Tensor:
+    return torch.cat(list(piece.blocks()))

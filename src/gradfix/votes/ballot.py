@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.folder import target_fingerprint
-from gradfix.checkpoints.hashes import InputHashes
-from gradfix.checkpoints.journal import file_identity
+from gradfix.checkpoints.folder import comparable, is_target, target_fingerprint
+from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import CHUNK, Checkpoint, SafetensorsCheckpoint, open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.errors import IncompatibleCheckpoints, UsageError
@@ -21,7 +20,7 @@ from gradfix.masks import MASKS, Mask
 from gradfix.pieces import recut
 from gradfix.preflight import Plan
 from gradfix.transported import mask_options, random_directions
-from gradfix.votes.identity import check_probe
+from gradfix.votes.identity import check_probe, common_target
 from gradfix.votes.tally import SignVotes, dtype_for, votes_files
 
 
@@ -101,8 +100,7 @@ class Ballot:
         """What the mask depends on, for recognising an interrupted run."""
         content: Any = None
         if self.source is not None:
-            files = self.source.files
-            content = [file_identity(path) for path in files] if files else self.source.fingerprint()
+            content = self.source.identity() or self.source.fingerprint()
         return [self.mask, self.options, self.seed, self.count, content]
 
     def has(self, name: str) -> bool:
@@ -110,12 +108,8 @@ class Ballot:
 
     def require(self, target: Checkpoint, hashes: InputHashes) -> None:
         """Refuse votes that were taken on other weights; cheap once the target has been read."""
-        if self.target_hash is None:
-            return
-        if self.target_hash != target_fingerprint(target, hashes.of(target)):
-            raise IncompatibleCheckpoints(
-                f"the votes were taken on other weights than {target}. Vote again on this target."
-            )
+        if self.target_hash is not None:
+            _require(self.target_hash, target, hashes.of(target))
 
     def pieces(self, name: str, count: int, elements: int) -> Iterator[Tensor]:
         """What the rule sees of one tensor of `count` entries, in flat pieces."""
@@ -125,6 +119,13 @@ class Ballot:
         if self.source is None:
             return recut(random_directions(self.seed or 0, name, count), elements)
         return self.source.chunks(name, elements)
+
+
+def _require(fingerprint: str, target: Checkpoint, files: Mapping[str, str] | None = None) -> None:
+    if not is_target(fingerprint, target, files):
+        raise IncompatibleCheckpoints(
+            f"the votes were taken on other weights than {target}. Vote again on this target."
+        )
 
 
 def _renamed_files(
@@ -139,9 +140,14 @@ def _renamed_files(
     )
 
 
-def consensus_of(tasks: Sequence[OpenVotes]) -> OpenVotes:
+def consensus_of(tasks: Sequence[OpenVotes], target: Checkpoint) -> OpenVotes:
     """The streaming twin of `gradfix.consensus`: nothing is read before a mask asks for it."""
-    common = _Consensus(tasks)
+    named = {task.about.target_hash for task in tasks} - {None}
+    if not comparable(str(name) for name in named):  # older votes among newer ones: ask the target itself
+        for name in named:
+            _require(str(name), target)
+        named = {target_fingerprint(target)}
+    common = _Consensus(tasks, common_target(named))
     about = SignVotes({}, len(tasks), target_hash=common.target_hash, probe=tasks[0].about.probe)
     return OpenVotes(common, about)
 
@@ -149,8 +155,8 @@ def consensus_of(tasks: Sequence[OpenVotes]) -> OpenVotes:
 class _Consensus(Checkpoint):
     """Per weight the sum of the tasks' signs, read from their votes when asked for."""
 
-    def __init__(self, tasks: Sequence[OpenVotes]) -> None:
-        self.tasks = list(tasks)
+    def __init__(self, tasks: Sequence[OpenVotes], target_hash: str | None) -> None:
+        self.tasks, self.target_hash = list(tasks), target_hash
         self.dtype = dtype_for(len(self.tasks))
         first = self.tasks[0].source
         for task in self.tasks[1:]:
@@ -162,18 +168,16 @@ class _Consensus(Checkpoint):
             for name in first.names():
                 if first.info(name).shape != task.source.info(name).shape:
                     raise IncompatibleCheckpoints(f"votes for {name!r} differ in shape between the tasks.")
-        hashes = {task.about.target_hash for task in self.tasks} - {None}
-        if len(hashes) > 1:
-            raise IncompatibleCheckpoints(
-                "the votes were taken at different weights: they have no consensus."
-            )
-        self.target_hash = next(iter(hashes), None)
 
     def names(self) -> list[str]:
         return self.tasks[0].source.names()
 
     def info(self, name: str) -> TensorInfo:
         return TensorInfo(self.tasks[0].source.info(name).shape, self.dtype)
+
+    def identity(self) -> Any:
+        parts = [task.source.identity() for task in self.tasks]
+        return None if None in parts else parts
 
     def read(self, name: str) -> Tensor:
         return torch.cat(list(self.chunks(name))).view(self.info(name).shape)

@@ -7,10 +7,11 @@ target has streamed by."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from gradfix.checkpoints.folder import comparable
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.errors import IncompatibleCheckpoints
@@ -46,3 +47,16 @@ def check_probe(probe: Mapping[str, list[float]], target: Checkpoint) -> None:
                 f"the votes were taken on other weights than {target} (tensor {name!r} differs). "
                 "Vote again on this target with `gradfix vote`."
             )
+
+
+def common_target(fingerprints: Iterable[str | None]) -> str | None:
+    """The target that all votes name, or None where none does; votes of different targets do not combine."""
+    named = {fingerprint for fingerprint in fingerprints if fingerprint is not None}
+    if len(named) < 2:
+        return next(iter(named), None)
+    if comparable(named):
+        raise IncompatibleCheckpoints("the votes were taken at different weights and cannot be combined.")
+    raise IncompatibleCheckpoints(
+        "some of the votes are of an older gradfix, which hashed their target otherwise: whether all belong to one "
+        "target cannot be told. Give them as files to `gradfix merge`, or vote again."
+    )

@@ -75,18 +75,19 @@ class SignVotes(Mapping[str, Tensor]):
     def __add__(self, other: SignVotes) -> SignVotes:
         if not isinstance(other, SignVotes):
             return NotImplemented
+        from gradfix.votes.identity import common_target
+
         if set(self) != set(other):
             odd = sorted(set(self) ^ set(other))
             raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
-        if None not in (self.target_hash, other.target_hash) and self.target_hash != other.target_hash:
-            raise IncompatibleCheckpoints("the votes were taken at different weights and cannot be added.")
+        target = common_target([self.target_hash, other.target_hash])
         count = self.count + other.count
         dtype = dtype_for(count)
         return SignVotes(
             {name: self[name].to(dtype) + other[name].to(dtype) for name in self},
             count,
             rule=self.rule,
-            target_hash=self.target_hash or other.target_hash,
+            target_hash=target,
             disk_names=self.disk_names or other.disk_names,
             probe=self.probe or other.probe,
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),

@@ -18,6 +18,7 @@ from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
 from gradfix.merging.stream import Vector, merge_checkpoints, merged_update
+from gradfix.meter import Meter, nbytes
 from gradfix.scale import ScaleCurve, dialled, search_scale
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport
@@ -120,7 +121,11 @@ class _Run:
             self._timed("votes", self._vote)
         settings = self._settings()
         needs_update = bool(self.tasks) or self.dry_run
-        update = self._timed("merging", lambda: merged_update(**settings)) if needs_update else None
+        update = (
+            self._timed("merging", lambda: merged_update(**settings, counting=self._counting()))
+            if needs_update
+            else None
+        )
         alpha, curve = self._timed("scale", lambda: self._choose(update))
         scores = self._timed("scoring", lambda: self._scores(update, alpha)) if self.tasks else {}
         out = Path(str(self.recipe.out))
@@ -247,10 +252,16 @@ class _Run:
         self, settings: dict[str, Any], out: Path, alpha: float, scores: dict[str, dict[str, Any]]
     ) -> StreamReport:
         details = {"recipe": self.recipe.model_dump(mode="json"), "tasks": scores}
+        written = Meter(nbytes(open_checkpoint(self.recipe.target)), self.stage)
         return merge_checkpoints(
             **settings, out=out, alpha=alpha, dtype=self.recipe.dtype, overwrite=self.overwrite,
             force=self.recipe.force, details=details, extras=self._extras(list(self.tasks.values())),
+            progress=written, counting=self._counting(),
         )  # fmt: skip
+
+    def _counting(self) -> Meter:
+        """Some methods read everything once or twice before they write."""
+        return Meter(None, self.stage, "counting,")
 
     def _extras(self, tasks: Sequence[_TaskOnTarget]) -> Callable[[Path], None] | None:
         """A head that belongs to one task goes along; heads of several tasks do not fit into one folder."""

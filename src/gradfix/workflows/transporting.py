@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradfix.checkpoints.folder import device_name, target_fingerprint
+from gradfix.checkpoints.folder import device_name, is_target
 from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
@@ -106,7 +106,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
     """Votes belong to one target: refuse them on another, by probe or by hash."""
     check_probe(votes.probe, target)
-    if votes.target_hash is not None and votes.target_hash != target_fingerprint(target):
+    if votes.target_hash is not None and not is_target(votes.target_hash, target):
         raise IncompatibleCheckpoints(
             f"the votes were taken on other weights than {target}. Vote again on this target."
         )
