@@ -3,184 +3,136 @@
     PYTHONPATH=src python -m benchmarks.votes --suite --json benchmarks/results/votes_h200.json
     PYTHONPATH=src python -m benchmarks.votes --models vit-s vit-s-short --samples 16 --threads 2 --json votes_cpu.json
 
-An ordinary backward is one forward and backward of the same batch with all parameter gradients, no optimizer.
-Models have the named shape and random weights. Schemes: `batched` (one pass), `loop` (one sample at a time),
-`vmap` (torch.func per-sample gradients, in chunks that fit), `retain_graph` (one backward per sample through the
-graph of the whole batch, which is how the paper's released code is described), `opacus` where it is installed."""
+An ordinary backward is one forward and backward of the same batch with all parameter gradients, no optimizer. Schemes:
+`batched` (one pass, recorded where that pays), `launched` (the same, every pass launched anew), `loop` (one sample at a
+time), `vmap` (torch.func, in chunks that fit), `retain_graph` (one backward per sample through the graph of the whole
+batch), `opacus` where it is installed. Slow schemes may be timed on some of the samples, whose number is written down.
+Memory is what a scheme takes on top of the weights and the batch; `reserved` also counts what the allocator keeps."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from gradfix.votes.batched import batched
-from gradfix.votes.loop import batch_size, loop, take
+from benchmarks.vote_models import MODELS, TINY, Case
+from benchmarks.vote_schemes import SCHEMES, SLOW, backward_through_all
+from gradfix._compat import heal_torchvision
+from gradfix.votes import recorded
+from gradfix.votes.loop import take
 from gradfix.votes.tally import Tally
 
-Case = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], dict[str, Tensor]]
+FAILURES = (RuntimeError, ImportError, ValueError, AttributeError, NotImplementedError, TypeError)
+WARM_UP = 4  # passes before a recording is played
 
 
-def vit(width: int, depth: int, heads: int, patch: int, size: int, samples: int) -> Case:
-    from transformers import ViTConfig, ViTForImageClassification
+class Memory:
+    """Peak bytes on a GPU since the start, above what was held then."""
 
-    shape = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    config = ViTConfig(
-        **shape, intermediate_size=4 * width, patch_size=patch, image_size=size, num_labels=100
-    )
-    batch = {"x": torch.randn(samples, 3, size, size), "y": torch.randint(0, 100, (samples,))}
+    def __init__(self, device: torch.device) -> None:
+        self.on = device.type == "cuda"
+        gc.collect()
+        if self.on:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.held, self.reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(model(pixel_values=batch["x"]).logits.float(), batch["y"], reduction="none")
-
-    return ViTForImageClassification(config), loss, batch
-
-
-def llama(
-    width: int, depth: int, hidden: int, heads: int, tokens: int, samples: int, shared_heads: int = 8
-) -> Case:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=width, num_hidden_layers=depth, intermediate_size=hidden, num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // shared_heads), vocab_size=32000, max_position_embeddings=2048,
-    )  # fmt: skip
-    batch = {"ids": torch.randint(0, 32000, (samples, tokens))}
-    return LlamaForCausalLM(config), _language_loss, batch
+    def found(self) -> dict[str, int]:
+        if not self.on:
+            return {}
+        peak = torch.cuda.max_memory_allocated() - self.held
+        return {"peak_bytes": peak, "reserved_bytes": torch.cuda.max_memory_reserved() - self.reserved}
 
 
-def _language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    logits = model(input_ids=batch["ids"], use_cache=False).logits[:, :-1]
-    losses = F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten(), reduction="none")
-    return losses.view(len(batch["ids"]), -1).float().mean(1)
-
-
-def t5(samples: int) -> Case:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        d_model=768, d_ff=2048, d_kv=64, num_layers=12, num_heads=12, feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False, dropout_rate=0.0, decoder_start_token_id=0,
-    )  # fmt: skip
-    ids, labels = torch.randint(2, 32000, (samples, 128)), torch.randint(2, 32000, (samples, 8))
-
-    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        logits = model(input_ids=batch["ids"], labels=batch["labels"], use_cache=False).logits
-        return F.cross_entropy(logits.float().mT, batch["labels"], reduction="none").mean(1)
-
-    return T5ForConditionalGeneration(config), loss, {"ids": ids, "labels": labels}
-
-
-MODELS: dict[str, Callable[[int], Case]] = {
-    "vit-b": lambda n: vit(768, 12, 12, 16, 224, n),
-    "vit-l": lambda n: vit(1024, 24, 16, 14, 224, n),
-    "llama-1b": lambda n: llama(2048, 22, 5632, 32, 512, n),
-    "llama-7b": lambda n: llama(4096, 32, 11008, 32, 512, n, shared_heads=1),
-    "t5-base": t5,
-    "vit-s": lambda n: vit(384, 12, 6, 16, 224, n),
-    "vit-s-short": lambda n: vit(384, 12, 6, 16, 48, n),
-    "llama-small": lambda n: llama(256, 4, 704, 8, 32, n),
-}
-
-
-def ordinary(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
-    loss(model, batch).sum().backward()
-
-
-def retain_graph(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
-    """One graph for the whole batch, one backward per sample through all of it."""
-    losses = loss(model, batch)
-    names, parameters = zip(*tally.parameters.items())
-    for value in losses:
-        gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-        for name, gradient in zip(names, gradients):
-            if gradient is not None:
-                tally[name].sub_(gradient.sign().to(torch.int8))
-
-
-def vmap(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
-    """Per-sample gradients by torch.func, a few samples at a time so that they fit."""
-    parameters = dict(tally.parameters)
-    weight_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
-    budget = 40e9 if torch.cuda.is_available() else 2e9
-    step = max(1, int(budget // weight_bytes))
-
-    def one(weights: dict[str, Tensor], sample: Any) -> Tensor:
-        sample = {name: value.unsqueeze(0) for name, value in sample.items()}
-
-        def call(**inputs: Any) -> Any:
-            return torch.func.functional_call(model, weights, (), inputs)
-
-        return loss(call, sample).squeeze(0)
-
-    per_sample = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))
-    weights = {name: p.detach() for name, p in parameters.items()}
-    for start in range(0, batch_size(batch), step):
-        for name, gradient in per_sample(weights, take(batch, slice(start, start + step))).items():
-            tally[name].sub_(gradient.sign().sum(0).to(torch.int8))
-
-
-def opacus(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
-    from opacus.grad_sample import GradSampleModule
-
-    wrapped = GradSampleModule(model, strict=False)
-    try:
-        loss(wrapped, batch).sum().backward()
-        for name, parameter in tally.parameters.items():
-            tally[name].sub_(parameter.grad_sample.sign().sum(0).to(torch.int8))
-    finally:
-        wrapped.remove_hooks()
-        model.zero_grad(set_to_none=True)
-
-
-SCHEMES = {
-    "ordinary": ordinary,
-    "batched": batched,
-    "loop": loop,
-    "vmap": vmap,
-    "retain_graph": retain_graph,
-    "opacus": opacus,
-}
-SLOW = {"loop", "vmap", "retain_graph", "opacus"}
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def measure(scheme: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds over fresh tallies, and the peak memory above what was there before."""
+    """Median seconds over fresh tallies, and the peak memory of all runs."""
     model, loss, batch = case
-    device, repeats = torch.device(options.device), options.repeats
+    device = torch.device(options.device)
+    slow = scheme in SLOW and device.type == "cuda"
+    if slow and scheme in ("loop", "retain_graph"):
+        return measure_some(scheme, case, options)
     step = options.micro_batch or options.samples
     parts = [take(batch, slice(start, start + step)) for start in range(0, options.samples, step)]
-    seconds = []
-    peak = held = 0
-    slow = scheme in SLOW and device.type == "cuda"
-    warm_up, repeats = (int(scheme == "vmap"), 1) if slow else (2 if device.type == "cuda" else 1, repeats)
+    repeats = 1 if slow else options.repeats
+    warm_up = 1 if slow or device.type != "cuda" else WARM_UP if len(parts) == 1 else 2
+    memory, seconds = Memory(device), []
     for turn in range(warm_up + repeats):
         tally = Tally({} if scheme == "ordinary" else dict(model.named_parameters()))
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated() - sum(b.numel() for _, b in tally.items())
+        synchronize(device)
         start = time.perf_counter()
         for part in parts:
             SCHEMES[scheme](model, loss, part, tally)
         model.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - held
+        synchronize(device)
         if turn >= warm_up:
             seconds.append(time.perf_counter() - start)
         del tally
     found = {"seconds": statistics.median(seconds), "fastest": min(seconds), "runs": len(seconds)}
-    return found | ({"peak_bytes": peak} if device.type == "cuda" else {})
+    known = recorded._REPEATS.get(model)
+    if scheme == "batched" and known is not None:
+        found["recorded"] = known.recording is not None
+        found["why_not"] = known.reason[:200]
+    del known
+    recorded.drop(model)
+    return found | memory.found()
+
+
+def measure_some(scheme: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Schemes whose cost is the same for every sample: a few are timed, after one that is not.
+
+    The graph of `retain_graph` is that of the whole batch, or of the largest part of it that fits."""
+    model, loss, batch = case
+    device, timed = torch.device(options.device), min(options.timed, options.samples)
+    if scheme == "loop":
+        memory, tally = Memory(device), Tally(dict(model.named_parameters()))
+        SCHEMES[scheme](model, loss, take(batch, slice(0, 1)), tally)
+        synchronize(device)
+        start = time.perf_counter()
+        SCHEMES[scheme](model, loss, take(batch, slice(0, timed)), tally)
+        synchronize(device)
+        each = (time.perf_counter() - start) / timed
+        return {"seconds": each * options.samples, "timed_samples": timed} | memory.found()
+    size = options.samples
+    while True:
+        try:
+            return _through_graph_of(size, timed, case, options)
+        except torch.cuda.OutOfMemoryError:
+            if size == 1:
+                raise
+        size = -(-size // 2)
+
+
+def _through_graph_of(size: int, timed: int, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    model, loss, batch = case
+    device, timed = torch.device(options.device), min(timed, size)
+    memory, tally = Memory(device), Tally(dict(model.named_parameters()))
+    start = time.perf_counter()
+    losses = loss(model, take(batch, slice(0, size)))
+    synchronize(device)
+    forward = time.perf_counter() - start
+    backward_through_all(losses[0], tally)
+    synchronize(device)
+    start = time.perf_counter()
+    for value in losses[:timed]:
+        backward_through_all(value, tally)
+    synchronize(device)
+    each = (time.perf_counter() - start) / timed
+    seconds = options.samples * (forward / size + each)
+    return {"seconds": seconds, "timed_samples": timed, "graph_samples": size} | memory.found()
 
 
 def profile(case: Case, scheme: str) -> dict[str, Any]:
@@ -190,29 +142,41 @@ def profile(case: Case, scheme: str) -> dict[str, Any]:
 
     model, loss, batch = case
     tally = Tally({} if scheme == "ordinary" else dict(model.named_parameters()))
-    SCHEMES[scheme](model, loss, batch, tally)
-    model.zero_grad(set_to_none=True)
-    tally = Tally(tally.parameters)
+    for _ in range(WARM_UP):
+        SCHEMES[scheme](model, loss, batch, Tally(tally.parameters))
+        model.zero_grad(set_to_none=True)
+    launched = _launch_times(case, scheme, tally)
     torch.cuda.synchronize()
-    with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        start = time.perf_counter()
+    with record(activities=[ProfilerActivity.CUDA]) as seen:
         SCHEMES[scheme](model, loss, batch, tally)
-        launched = time.perf_counter()
         torch.cuda.synchronize()
-        done = time.perf_counter()
     kernels: dict[str, list[float]] = {}
     for event in seen.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             kernels.setdefault(event.name[:100], []).append(event.time_range.elapsed_us() / 1e3)
+    model.zero_grad(set_to_none=True)
+    recorded.drop(model)
     largest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:25]
-    busy = sum(map(sum, kernels.values()))
     table = [[round(sum(spans), 3), len(spans), name] for name, spans in largest]
+    launches = sum(map(len, kernels.values()))
+    return launched | {"busy": sum(map(sum, kernels.values())), "launches": launches, "kernels": table}
+
+
+def _launch_times(case: Case, scheme: str, tally: Tally) -> dict[str, float]:
+    """Milliseconds of one run without a profiler, and until its last launch; the median of five."""
+    model, loss, batch = case
+    found = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        SCHEMES[scheme](model, loss, batch, Tally(tally.parameters))
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        found.append(((time.perf_counter() - start) * 1e3, (launched - start) * 1e3))
+        model.zero_grad(set_to_none=True)
     return {
-        "wall": (done - start) * 1e3,
-        "launched": (launched - start) * 1e3,
-        "busy": busy,
-        "launches": sum(map(len, kernels.values())),
-        "kernels": table,
+        "wall": statistics.median(w for w, _ in found),
+        "launched": statistics.median(n for _, n in found),
     }
 
 
@@ -220,104 +184,111 @@ def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[st
     device = torch.device(options.device)
     torch.manual_seed(0)
     with torch.device(device):
-        model, loss, batch = MODELS[name](options.samples)
+        model, loss, batch = (TINY if options.tiny else MODELS)[name](options.samples)
     model = model.to(dtype).eval()
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     row: dict[str, Any] = {
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
+        "tf32": options.tf32,
         "samples": options.samples,
         "micro_batch": options.micro_batch or options.samples,
         "parameters": sum(p.numel() for p in model.parameters()),
         "schemes": {},
     }
+    part = take(batch, slice(0, row["micro_batch"]))
     if device.type == "cuda":
         row["weight_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
-        row["forward_bytes"] = forward_bytes(model, loss, take(batch, slice(0, row["micro_batch"])))
+        row["forward_bytes"] = forward_bytes(model, loss, part)
     for scheme in options.schemes:
+        if scheme in SLOW and time.perf_counter() > options.deadline:
+            row["schemes"][scheme] = {"failed": "no time left"}
+            continue
         try:
             row["schemes"][scheme] = measure(scheme, (model, loss, batch), options)
-        except (RuntimeError, ImportError, ValueError, AttributeError, NotImplementedError) as error:
-            row["schemes"][scheme] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        except FAILURES as error:
+            first = (str(error).splitlines() or [""])[0]
+            row["schemes"][scheme] = {"failed": f"{type(error).__name__}: {first[:200]}"}
         model.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
         print(name, row["dtype"], scheme, row["schemes"][scheme], flush=True)
-    row["ratios"] = _ratios(row["schemes"])
-    if options.profile:
-        chosen = [scheme for scheme in ("ordinary", "batched") if scheme in options.schemes]
-        part = take(batch, slice(0, row["micro_batch"]))
+    row["ratios"] = _ratios(row)
+    if options.profile and device.type == "cuda" and time.perf_counter() < options.deadline:
+        chosen = [scheme for scheme in ("ordinary", "batched", "launched") if scheme in options.schemes]
         row["profile"] = {scheme: profile((model, loss, part), scheme) for scheme in chosen}
-    if device.type == "cuda" and "peak_bytes" in row["schemes"].get("batched", {}):
-        extra = row["schemes"]["batched"]["peak_bytes"] - row["schemes"]["ordinary"]["peak_bytes"]
-        row["ratios"]["extra_peak_bytes_per_parameter"] = extra / row["parameters"]
+        for scheme, found in row["profile"].items():
+            print(name, scheme, {key: value for key, value in found.items() if key != "kernels"}, flush=True)
     print(name, row["dtype"], row["ratios"], flush=True)
     return row
 
 
 def forward_bytes(model: nn.Module, loss: Any, batch: Any) -> int:
     """Peak memory of a forward pass that keeps its graph: the activations."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    memory = Memory(torch.device("cuda"))
     losses = loss(model, batch)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - held
     del losses
-    return peak
+    return memory.found()["peak_bytes"]
 
 
-def _ratios(schemes: dict[str, Any]) -> dict[str, float]:
+def _ratios(row: dict[str, Any]) -> dict[str, float]:
+    schemes = row["schemes"]
     seconds = {name: found["seconds"] for name, found in schemes.items() if "seconds" in found}
-    if "batched" not in seconds:
-        return {}
-    own = seconds["batched"]
-    ratios = {f"{name}_over_batched": value / own for name, value in seconds.items() if name in SLOW}
-    if "ordinary" in seconds:
-        ratios["batched_over_ordinary"] = own / seconds["ordinary"]
+    ratios = {}
+    for own in ("batched", "launched"):
+        if own in seconds and "ordinary" in seconds:
+            ratios[f"{own}_over_ordinary"] = seconds[own] / seconds["ordinary"]
+    if "batched" in seconds:
+        ratios |= {f"{n}_over_batched": s / seconds["batched"] for n, s in seconds.items() if n in SLOW}
+    for kind in ("peak", "reserved"):
+        if f"{kind}_bytes" in schemes.get("batched", {}) and "ordinary" in seconds:
+            extra = schemes["batched"][f"{kind}_bytes"] - schemes["ordinary"][f"{kind}_bytes"]
+            ratios[f"extra_{kind}_bytes_per_parameter"] = extra / row["parameters"]
     return ratios
 
 
-# One process for everything the README states about one large GPU: models, dtypes, schemes, options.
+PAIR = ["ordinary", "batched"]
+# One process for everything the documents state about one large GPU: models and options, the most wanted first.
 SUITE: list[tuple[list[str], dict[str, Any]]] = [
-    (["vit-b"], {"repeats": 15, "profile": True}),
-    (["vit-l"], {"repeats": 10, "profile": True}),
-    (["llama-1b"], {"repeats": 5, "micro_batch": 25, "profile": True}),
-    (["vit-b", "vit-l"], {"dtypes": ["float32"], "tf32": True, "schemes": ["ordinary", "batched"]}),
-    (["llama-7b"], {"samples": 32, "micro_batch": 8, "repeats": 3, "schemes": ["ordinary", "batched"]}),
-    (["t5-base"], {"repeats": 5, "schemes": ["ordinary", "batched"]}),
-    (["vit-b"], {"dtypes": ["float32"], "schemes": ["ordinary", "batched"], "repeats": 5}),
-]
+    (["vit-b"], {"repeats": 15, "timed": 25, "profile": True, "schemes": list(SCHEMES)}),
+    (["vit-l"], {"timed": 10, "profile": True, "schemes": [n for n in SCHEMES if n != "opacus"]}),
+    (["llama-1b"], {"repeats": 3, "micro_batch": 25, "timed": 4, "profile": True,
+                    "schemes": [*PAIR, "loop", "vmap", "retain_graph"]}),
+    (["t5-base"], {"repeats": 10, "timed": 10, "schemes": [n for n in SCHEMES if n != "opacus"]}),
+    (["vit-b"], {"dtypes": ["float32"], "tf32": True, "schemes": [*PAIR, "vmap"]}),
+    (["vit-l"], {"dtypes": ["float32"], "tf32": True, "schemes": PAIR, "repeats": 5}),
+    (["llama-1b"], {"dtypes": ["float32"], "tf32": True, "schemes": PAIR, "repeats": 2, "micro_batch": 25}),
+    (["vit-b"], {"dtypes": ["float32"], "schemes": [*PAIR, "vmap"], "repeats": 5}),
+    (["llama-7b"], {"samples": 32, "micro_batch": 8, "repeats": 2, "schemes": PAIR}),
+]  # fmt: skip
 
 
-def run_suite(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_suite(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
-    start = time.perf_counter()
     for models, changes in SUITE:
         defaults = {"dtypes": ["bfloat16"], "tf32": False, "profile": False, "micro_batch": None}
         chosen = argparse.Namespace(**{**vars(options), **defaults, **changes})
-        for name in models:
-            if time.perf_counter() - start > options.time_limit:
-                return rows
-            rows.extend(run_rows([name], chosen))
-            write(rows, options)
-    return rows
+        if options.tiny:
+            chosen.samples, chosen.repeats = min(chosen.samples, 6), 1
+            chosen.micro_batch = chosen.micro_batch and 3
+        if time.perf_counter() > options.deadline:
+            break
+        run_rows(models, chosen, rows)
+    write(rows, options)
 
 
-def run_rows(models: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_rows(models: list[str], options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     torch.backends.cudnn.allow_tf32 = options.tf32
-    rows = []
     for name in models:
         for dtype in options.dtypes:
-            rows.append(bench(name, getattr(torch, dtype), options) | {"tf32": options.tf32})
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    return rows
+            rows.append(bench(name, getattr(torch, dtype), options))
+            write(rows, options)
 
 
 def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
-    report = {"rows": rows, "arguments": {**vars(options), "json": None}, "versions": versions()}
+    left_out = ("json", "deadline")
+    arguments = {name: value for name, value in vars(options).items() if name not in left_out}
+    report = {"rows": rows, "arguments": arguments, "versions": versions()}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -331,24 +302,31 @@ def main() -> None:
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument(
-        "--schemes", nargs="+", default=[name for name in SCHEMES if name != "opacus"], choices=SCHEMES
+        "--schemes", nargs="+", default=["ordinary", "batched", "loop", "vmap"], choices=SCHEMES
     )
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--micro-batch", type=int, default=None, help="samples at a time, for every scheme")
+    parser.add_argument("--timed", type=int, default=100, help="samples timed of loop and retain_graph")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suite", action="store_true", help="all measurements for one large GPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the benchmark itself")
     parser.add_argument(
-        "--time-limit", type=float, default=600, help="seconds after which a suite starts no model"
+        "--time-limit", type=float, default=600, help="seconds after which nothing slow is started"
     )
     parser.add_argument("--tf32", action="store_true", help="let float32 products use the tf32 matrix units")
     parser.add_argument("--profile", action="store_true", help="add the largest kernels of one run")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
+    options.deadline = time.perf_counter() + options.time_limit
+    heal_torchvision()
     if options.threads:
         torch.set_num_threads(options.threads)
-    write(run_suite(options) if options.suite else run_rows(options.models, options), options)
+    if options.suite:
+        run_suite(options)
+    else:
+        run_rows(options.models, options, [])
 
 
 def versions() -> dict[str, str]:

@@ -14,6 +14,11 @@ from torch import Tensor
 
 from gradfix.votes import kernels
 
+# On a CPU: gradients made before they are signed and summed, few enough for the cache.
+BLOCK_BYTES = 8 * 2**20
+BLOCK_SAMPLES = 16
+LEAST_ROWS = 32
+
 
 class Form(Protocol):
     """All samples' gradients of one tensor."""
@@ -36,8 +41,11 @@ class Product:
     `left` is (samples, tokens, rows), `right` is (samples, tokens, columns)."""
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
-        self.dtype = min((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
-        self.left, self.right = left.to(self.dtype), right.to(self.dtype)
+        self.dtype = left.dtype
+        if right.dtype != self.dtype:
+            self.dtype = min((left.dtype, right.dtype), key=lambda dtype: dtype.itemsize)
+            left, right = left.to(self.dtype), right.to(self.dtype)
+        self.left, self.right = left, right
         self.samples, self.device = left.shape[0], left.device
         self.shape = torch.Size((left.shape[2], right.shape[2]))
 
@@ -48,20 +56,30 @@ class Product:
         if self.left.shape[1] == 1:
             self._fold_single_token(votes)
         elif not kernels.fold_product(self.left, self.right, votes):
-            self._fold_sample_by_sample(votes)
+            self._fold_in_blocks(votes)
 
     def _fold_single_token(self, votes: Tensor) -> None:
         """The sign of an outer product is the outer product of signs: one product for all samples."""
         left, right = self.left[:, 0].sign().float(), self.right[:, 0].sign().float()
         votes.sub_((left.T @ right).to(votes.dtype))
 
-    def _fold_sample_by_sample(self, votes: Tensor) -> None:
-        gradient = self.left.new_empty(self.shape)
-        signs = torch.zeros_like(gradient, dtype=torch.float32 if self.samples > 256 else None)
-        for left, right in zip(self.left, self.right):
-            torch.mm(left.T, right, out=gradient)
-            signs.add_(gradient.sign_())
-        votes.sub_(signs.to(votes.dtype))
+    def _fold_in_blocks(self, votes: Tensor) -> None:
+        """A few samples and rows at a time, so that gradients are signed and summed while the cache holds them."""
+        (rows, columns), samples = self.shape, min(self.samples, BLOCK_SAMPLES)
+        height = BLOCK_BYTES // max(1, samples * columns * self.dtype.itemsize)
+        height = min(rows, max(LEAST_ROWS, height))
+        wide = torch.promote_types(self.dtype, torch.float32)
+        left, room = self.left.mT, self.left.new_empty(samples * height * columns)
+        for top in range(0, rows, height):
+            strip = votes[top : top + height]
+            for first in range(0, self.samples, samples):
+                some, own = (
+                    left[first : first + samples, top : top + height],
+                    self.right[first : first + samples],
+                )
+                gradients = room[: some.shape[0] * some.shape[1] * columns].view(*some.shape[:2], columns)
+                torch.bmm(some, own, out=gradients)
+                strip.sub_(gradients.sign_().sum(0, dtype=wide).to(votes.dtype))
 
 
 class Rows:

@@ -106,7 +106,8 @@ def _weights(is_weight: IsWeight, **roles: Any) -> dict[str, Tensor]:
 
 
 def _token_sums(tokens: Tensor, weight: Tensor) -> Dense:
-    return Dense(tokens.sum(1).reshape(-1, *weight.shape))
+    sums = tokens.sum(1)
+    return Dense(sums if weight.ndim == 1 else sums.reshape(-1, *weight.shape))
 
 
 def fused_sums(

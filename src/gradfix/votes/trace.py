@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -59,9 +60,9 @@ class Use:
         inputs, self.inputs, self.call.inputs = self.inputs, None, {}
         if gradients[0] is None or inputs is None or not self.votes.replaying:
             return
-        if [tensor._version for tensor in inputs.values()] != self.versions:
-            raise RuntimeError(f"an input of {self.step.key[0]} was modified in place after it was used.")
         with torch._C.DisableTorchFunction():
+            if [tensor._version for tensor in inputs.values()] != self.versions:
+                raise RuntimeError(f"an input of {self.step.key[0]} was modified in place after it was used.")
             self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0])
 
 
@@ -72,6 +73,7 @@ class Votes(Watch):
         super().__init__(tally.parameters, device)
         self.plan, self.tally, self.samples = plan, tally, samples
         self.position, self.replaying = 0, False
+        self.recomputes = False  # activations of some use are not kept, and its forward may run again
         self.uses = plan.uses()
         self.waiting: dict[str, list[tuple[Form, Tensor]]] = {name: [] for name in self.uses}
         self.small: list[tuple[Dense, Tensor]] = []
@@ -124,15 +126,21 @@ class Votes(Watch):
     ) -> Tensor | None:
         if len(args) != recipe.positional or tuple(kwargs) != recipe.names or _saving_is_redirected():
             return None
-        values = [*args, *kwargs.values()]
-        call = recipe.read(values, self.tracked)
+        tracked, values = self.tracked, [*args, *kwargs.values()]
+        call = recipe.read(values, tracked)
         if call is None:
             return None
         step = self.plan.steps[self.position]
         self.position += 1
         for _, place in recipe.weights:
-            values[place] = self._detached(values[place])
-        output: Tensor = func(*values[: len(args)], **dict(zip(recipe.names, values[len(args) :])))
+            found = tracked[id(values[place])]
+            if found.detached is None:
+                found.detached = found.tensor.detach()
+            values[place] = found.detached
+        if kwargs:
+            output = func(*values[: len(args)], **dict(zip(recipe.names, values[len(args) :])))
+        else:
+            output = func(*values)
         return self._watched(step, call, output)
 
     def _next(self, key: Key) -> Step | None:
@@ -163,7 +171,9 @@ class Votes(Watch):
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         use = Use(self, step, call)
-        if self.plan.light and step.on_samples and output.requires_grad and not _saving_is_redirected():
+        redirected = _saving_is_redirected()
+        self.recomputes = self.recomputes or redirected
+        if self.plan.light and step.on_samples and output.requires_grad and not redirected:
             output.grad_fn.register_prehook(use.see)  # type: ignore[union-attr]
             return output
         inputs = [tensor.detach() for tensor in use.release().values()]
@@ -271,7 +281,7 @@ class Votes(Watch):
         """Run the backward pass and fold the votes of all uses."""
         self.replaying = True
         ones = torch.ones_like(losses)
-        with self:  # a checkpointed forward that runs again must repeat its taps
+        with self if self.recomputes else nullcontext():  # a forward that runs again must repeat its taps
             inside(torch.autograd.backward)(losses, ones, inputs=[self.anchor])
         self._finish()
         self.forget()
