@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
+
+from benchmarks.parts import in_parallel
 
 MODELS = ("minilm-l6", "gte-l6")
 TASKS = ("movie", "amazon", "tweets")
@@ -58,10 +58,13 @@ def main() -> None:
         return
     args.work.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    in_parallel(args, [("finetune", model, task) for model in MODELS for task in TASKS])
+    shared = ["--fieldtest", args.fieldtest, "--work", args.work, "--device", args.device, "--steps", args.steps,
+              "--shots", *args.shots, "--seeds", *args.seeds, "--methods", *args.methods]  # fmt: skip
     in_parallel(
-        args, [("compare", task, source, regime) for regime in REGIMES for task in TASKS for source in MODELS]
+        "benchmarks.fieldtest", shared, [("finetune", *one) for one in product(MODELS, TASKS)], args.jobs
     )
+    parts = [("compare", *one) for one in product(TASKS, MODELS, REGIMES, args.seeds)]
+    in_parallel("benchmarks.fieldtest", shared, parts, args.jobs)
     rows = [
         json.loads(line)
         for path in sorted(args.work.glob("rows-*.jsonl"))
@@ -81,22 +84,6 @@ def main() -> None:
         for shots, methods in by_shots.items():
             ordered = sorted(methods.items(), key=lambda item: -item[1])
             print(regime, shots, " ".join(f"{name} {value:.3f}" for name, value in ordered))
-
-
-def in_parallel(args: argparse.Namespace, parts: list[tuple[str, ...]]) -> None:
-    """Each part in a process of its own: small models leave a device waiting for Python."""
-    waiting, running = list(parts), []
-    shared = ["--fieldtest", args.fieldtest, "--work", args.work, "--device", args.device, "--steps", args.steps,
-              "--shots", *args.shots, "--seeds", *args.seeds, "--methods", *args.methods]  # fmt: skip
-    while waiting or running:
-        while waiting and len(running) < args.jobs:
-            words = [sys.executable, "-m", "benchmarks.fieldtest", *shared, "--part", *waiting.pop(0)]
-            running.append(subprocess.Popen([str(word) for word in words]))
-        time.sleep(0.2)
-        for process in [process for process in running if process.poll() is not None]:
-            running.remove(process)
-            if process.returncode:
-                raise SystemExit(f"a part failed: {process.args}")
 
 
 def run_part(args: argparse.Namespace) -> None:
@@ -134,20 +121,20 @@ def finetune_part(args: argparse.Namespace, model: str, task: str) -> None:
     (args.work / f"finetune-{model}-{task}.json").write_text(json.dumps({"seconds": seconds}))
 
 
-def compare_part(args: argparse.Namespace, task: str, source: str, regime: str) -> None:
+def compare_part(args: argparse.Namespace, task: str, source: str, regime: str, seed: str) -> None:
     import gradfix.tasks  # noqa: F401
     from gradfix.comparison.running import compare
     from gradfix.comparison.searching import Search
 
     target = MODELS[1 - MODELS.index(source)]
-    out = args.work / f"rows-{task}-{source}-{regime}.jsonl"
+    out = args.work / f"rows-{task}-{source}-{regime}-{seed}.jsonl"
     out.write_text("")
     search = replace(Search.quick(), folds=2) if regime == "few_shot" else Search.quick()
-    for seed, shots in product(args.seeds, args.shots):
+    for shots in args.shots:
         results = compare(
             base=args.fieldtest / "models" / source, tuned=args.work / f"{source}-{task}",
             target=args.fieldtest / "models" / target, target_tuned=args.work / f"{target}-{task}",
-            data=args.fieldtest / "tasks" / task, task="zero-shot", shots=[shots], seeds=[seed], methods=args.methods,
+            data=args.fieldtest / "tasks" / task, task="zero-shot", shots=[shots], seeds=[int(seed)], methods=args.methods,
             validation="auto" if regime == "validation" else "none", search=search, batch_size=256,
             device=args.device, pair=f"{source} to {target}",
         )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,8 +81,6 @@ def best(
     vocabulary = remembered(bound, tau)
     lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), vocabulary, recipe, seed)
     alpha, curve = _start(bound, tau, labelled, lesson, recipe)
-    if not alpha:  # the steps have the whole way to go
-        recipe = replace(recipe, steps=2 * recipe.steps)
     names = bound.trainable()
     rate = recipe.rate * typical_size(tau, names)
     if not rate:

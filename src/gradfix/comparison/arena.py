@@ -22,7 +22,7 @@ from gradfix.comparison.support import Support
 from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.scale import Dial, dialled
-from gradfix.tasks.base import Batch, Bound, Example
+from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.taskvector import TaskVector
 from gradfix.votes.collect import left_as_it_was
 
@@ -167,13 +167,13 @@ class Arena:
         self._batches.pop(name, None)
 
     def batches(self, name: str) -> Iterator[Batch]:
-        """Collated once where they fit in memory: every alpha sees the same tensors."""
+        """Short texts first, collated once where they fit in memory: every alpha sees the same tensors."""
         if name in self._batches:
             yield from self._batches[name]
             return
         kept: list[Batch] = []
         size = 0
-        for batch in self.bound.batches(self.examples[name], self.batch_size):
+        for batch in self.bound.scoring_batches(self.examples[name], self.batch_size):
             size += sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, Tensor))
             kept.append(batch)
             if size > CACHE_BYTES:
@@ -202,7 +202,9 @@ class Arena:
         if not answers:
             raise DataError(f"no examples to score in {name}; check the data and its splits.")
         self.bill.own += Work(forward=len(answers))
-        return Score(right, loss, len(answers)), answers
+        places = by_length(self.examples[name])
+        in_order = [answer for _, answer in sorted(zip(places, answers, strict=True))]
+        return Score(right, loss, len(answers)), in_order
 
     # -- choosing --------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def total(votes: Sequence[SignVotes]) -> SignVotes:
 
 
 def validation_score(bound: Bound, rows: Sequence[Row], batch_size: int) -> Callable[[nn.Module], float]:
-    batches = list(bound.batches(rows, max(batch_size, 32)))
+    batches = list(bound.scoring_batches(rows, max(batch_size, 32)))
     return lambda model: ranking(evaluate(model, bound, batches))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
-from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, write_text
+from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, refuse_odd_file, write_text
 from gradfix.data import few_shot
 from gradfix.scoring import evaluate
 from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
@@ -28,7 +28,7 @@ def run_evaluate(config: EvaluateConfig, stage: Callable[[str], None] = lambda _
     return {
         "model": config.model,
         "split": config.split,
-        **evaluate(bound.model, bound, bound.batches(rows, config.batch_size)),
+        **evaluate(bound.model, bound, bound.scoring_batches(rows, config.batch_size)),
     }
 
 
@@ -63,7 +63,7 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}"}
     test = start.dataset.splits.get("test")
     if test:
-        result["test"] = evaluate(bound.model, bound, bound.batches(test, config.batch_size))
+        result["test"] = evaluate(bound.model, bound, bound.scoring_batches(test, config.batch_size))
         result["summary"] += f": test accuracy {result['test']['accuracy']:.2f} %"
     return result
 
@@ -71,6 +71,7 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
 @halving_batches(in_dict)
 def run_select(config: SelectConfig) -> dict[str, Any]:
     """Choose the few-shot examples; the ids are row numbers of the train split."""
+    refuse_odd_file(Path(config.out))
     start = setting(config)
     shots = draw(start, config, base=config.base)
     rows = [{"id": index, "label": row["label"]} for index, row in zip(shots.indices, shots.fewshot)]
