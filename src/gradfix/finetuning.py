@@ -65,8 +65,13 @@ class Recipe:
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be 1 or more, got {getattr(self, name)}.")
-        if not self.lr > 0 or not self.weight_decay >= 0 or not self.warmup >= 0:
-            raise UsageError("lr must be positive; weight_decay and warmup must not be negative.")
+        amounts = (self.lr, self.weight_decay, self.warmup)
+        if not self.lr > 0 or not all(0 <= amount < math.inf for amount in amounts):
+            raise UsageError(
+                "lr must be positive; weight_decay and warmup must not be negative, and all finite."
+            )
+        if not -(2**63) <= self.seed < 2**64:
+            raise UsageError(f"the seed must fit into 64 bits, got {self.seed}.")
         SCHEDULES[self.schedule]
 
     def rate(self, step: int) -> float:

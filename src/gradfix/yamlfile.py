@@ -52,7 +52,9 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; give a YAML file.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CorruptInput(f"{path} cannot be read as text ({type(error).__name__}).") from None
+        raise CorruptInput(
+            f"{path} cannot be read as text ({type(error).__name__}); give a YAML file in UTF-8."
+        ) from None
     try:
         content = yaml.load(text, Loader=_OneKeyEach)
     except UsageError as error:

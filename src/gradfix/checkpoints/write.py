@@ -100,6 +100,14 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
         )
 
 
+def refuse_odd_file(out: Path) -> None:
+    """A file may be written anew or replace a file; renamed over a folder, a pipe or a device it would do harm."""
+    if out.is_dir():
+        raise OutputError(f"{out} is a folder; give the name of a file.")
+    if out.exists() and not out.is_file():
+        raise OutputError(f"{out} is no regular file, and gradfix replaces files whole; give another name.")
+
+
 def refuse_inside(out: Path, inputs: Sequence[Path]) -> None:
     """An output that is, contains or lies in an input is refused; compared by inode, so links do not fool it."""
     target = Path(os.path.abspath(out))
@@ -244,6 +252,7 @@ def write_text(path: Path, text: str) -> None:
 @contextlib.contextmanager
 def _staged_file(path: Path) -> Iterator[Path]:
     """A file to write; it becomes `path` when the block ends well and vanishes when it does not."""
+    refuse_odd_file(path)
     make_parent(path)
     staging = path.with_name(f".{path.name}.gradfix-{os.getpid()}-{os.urandom(4).hex()}")
     try:
@@ -345,6 +354,7 @@ __all__ = [
     "locked",
     "read_manifest",
     "refuse_inside",
+    "refuse_odd_file",
     "refuse_occupied",
     "save_tensors",
     "staged_folder",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,11 +124,30 @@ def settle(kind: type[Config], given: dict[str, Any], path: str | None) -> Confi
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(kind).validate_python(values)
+        config = TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "?"
         raise UsageError(f"{flag(name)}: {first['msg'].lower()}, got {first['input']!r}.") from None
+    for name, field in known.items():
+        value = getattr(config, name)
+        for item in value if isinstance(value, tuple) else (value,):
+            _refuse_odd(name.upper() if field.metadata["positional"] else flag(name), item, field.metadata)
+    return config
+
+
+def _refuse_odd(word: str, value: Any, about: Mapping[str, Any]) -> None:
+    """Values of the right type that no run can use: nothing, bytes no system takes, numbers out of range."""
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise UsageError(f"{word} is empty or holds a zero byte; give a value, or leave the option out.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if not math.isfinite(value):
+        raise UsageError(f"{word} must be a finite number, got {value}.")
+    if about.get("least") is not None and value < about["least"]:
+        raise UsageError(f"{word} must be at least {about['least']}, got {value}.")
+    if about.get("most") is not None and value > about["most"]:
+        raise UsageError(f"{word} must be at most {about['most']}, got {value}.")
 
 
 def _from_yaml(path: str, known: dict[str, dataclasses.Field[Any]]) -> dict[str, Any]:

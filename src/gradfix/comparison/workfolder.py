@@ -15,7 +15,7 @@ from typing import Any
 from gradfix.checkpoints.write import write_text
 from gradfix.comparison.arena import Store
 from gradfix.comparison.costs import Work
-from gradfix.errors import CorruptInput, GradfixError
+from gradfix.errors import CorruptInput, GradfixError, OutputError
 from gradfix.taskvector import TaskVector
 from gradfix.votes.tally import SignVotes
 
@@ -29,6 +29,8 @@ class Folder(Store):
 
     def __init__(self, home: Path, identity: str, votes_identity: str) -> None:
         self.home, self.identity, self.votes_identity = Path(home), identity, votes_identity
+        if self.home.exists() and not self.home.is_dir():
+            raise OutputError(f"{home} is a file; give a folder for the finished units as --work.")
 
     def read_unit(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
         path = self._unit_path(key)

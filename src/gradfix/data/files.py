@@ -54,7 +54,9 @@ def read_jsonl(path: Path) -> Table:
             continue
         place = f"{path}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line, object_pairs_hook=_each_once)
+        except _Twice as error:
+            raise DataError(f"{place}: the column {error} appears twice. Keep one.") from None
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", "nested too deeply")
             raise DataError(
@@ -64,6 +66,18 @@ def read_jsonl(path: Path) -> Table:
             raise DataError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
         rows.append((row, place))
     return Table(rows)
+
+
+class _Twice(ValueError):
+    """JSON's own rule for a name that stands twice is to keep the last in silence."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(repr(next(name for name in names if names.count(name) > 1)))
+    return row
 
 
 @READERS.register(".csv")

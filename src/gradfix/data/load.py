@@ -177,7 +177,11 @@ def _read_folder(folder: Path) -> _Raw:
     )
     files: dict[str, list[Path]] = {}
     for path in sorted(home.iterdir()):
-        name = split_name(path.name) if is_table(path) else None
+        name = split_name(path.name) if path.suffix.lower() in READERS else None
+        if name is not None and not path.is_file():
+            raise DataError(
+                f"{path} is a folder or a link that leads nowhere; a data file is expected there."
+            )
         if name is not None:
             files.setdefault(name, []).append(path)
     if files:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.answers import AnswerTask
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
-from gradfix.tasks.inputs import pad, where
+from gradfix.tasks.inputs import pad, refuse_foreign_tokens, where
 from gradfix.tasks.loading import freeze_all_but
 from gradfix.votes.collect import left_as_it_was
 
@@ -55,6 +55,7 @@ class CausalBound(Bound):
             "answer_mask": pad([[0] * len(p) + [1] * len(a) for p, a in flat], 0).view(shape),
             "labels": labels,
         }
+        refuse_foreign_tokens(batch["input_ids"], self.tokenizer, self.model)
         if self.scoring == "generate":
             prompts = [row[0][0] for row in rows]
             batch["prompt_ids"] = pad(prompts, self.tokenizer.pad_token_id, left=True)

@@ -83,9 +83,9 @@ class HuggingFaceClassifier(Classifier):
         self.names = [str(config.id2label[index]) for index in range(config.num_labels)]
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        reference = next(self.model.parameters())
         if not self.images:
-            return tokenise(self.tokenizer, examples, self.max_length, reference.device)
+            return tokenise(self.tokenizer, examples, self.max_length, self.model)
+        reference = next(self.model.parameters())
         with quiet_transformers():
             pixels = self.processor(images=column(examples, "image"), return_tensors="pt")["pixel_values"]
         return {"pixel_values": pixels.to(device=reference.device, dtype=reference.dtype)}

@@ -86,8 +86,7 @@ class TextEncoder(Encoder):
         self._unused = {name for name in names if name.startswith("pooler.")}
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        device = next(self.model.parameters()).device
-        return tokenise(self.tokenizer, examples, self.max_length, device)
+        return tokenise(self.tokenizer, examples, self.max_length, self.model)
 
     def embed(self, model: Any, batch: Batch) -> Tensor:
         inputs = {name: batch[name] for name in self.tokenizer.model_input_names if name in batch}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradfix.errors import DataError
+from gradfix.errors import CorruptInput, DataError
 from gradfix.tasks.base import Batch, Example
 
 LONGEST = 512  # tokens, where neither the user nor the model says otherwise
@@ -25,7 +25,7 @@ def column(examples: Sequence[Example], name: str) -> list[Any]:
     return [example[name] for example in examples]
 
 
-def tokenise(tokenizer: Any, examples: Sequence[Example], max_length: int, device: torch.device) -> Batch:
+def tokenise(tokenizer: Any, examples: Sequence[Example], max_length: int, model: Any) -> Batch:
     """Texts, or pairs of texts, padded to the longest of the batch on the right; the mask hides the padding."""
     pairs = [example.get("text_pair") for example in examples]
     tokens = tokenizer(
@@ -36,7 +36,19 @@ def tokenise(tokenizer: Any, examples: Sequence[Example], max_length: int, devic
         max_length=max_length,
         return_tensors="pt",
     )
+    refuse_foreign_tokens(tokens["input_ids"], tokenizer, model)
+    device = next(model.parameters()).device
     return {name: tensor.to(device) for name, tensor in tokens.items()}
+
+
+def refuse_foreign_tokens(ids: torch.Tensor, tokenizer: Any, model: Any) -> None:
+    """A token without an embedding ends a process on some devices; here it is an error that names the folder."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if ids.numel() and int(ids.max()) >= rows:
+        raise CorruptInput(
+            f"the tokenizer of {tokenizer.name_or_path} knows token {int(ids.max())}, but the model has {rows} rows "
+            "of embeddings: it belongs to another model. Put the model's own tokenizer files there."
+        )
 
 
 def longest(asked: int | None, tokenizer: Any, config: Any) -> int:

@@ -79,7 +79,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CorruptInput(f"{path} is missing or not readable as JSON ({type(error).__name__}).") from None
+        raise CorruptInput(
+            f"{path} is missing or not readable as JSON ({type(error).__name__}); copy it from the model again."
+        ) from None
     if not isinstance(content, dict):
         raise CorruptInput(f"{path} must hold a JSON object.")
     return content
@@ -267,10 +269,14 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
             min(tokenizer.model_max_length, len(tokenizer("a")["input_ids"]))  # a damaged config shows here
+            if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made up where the files are missing
+                raise ValueError("it has no vocabulary; are its files missing?")
             if "input_ids" not in tokenizer.model_input_names:
                 raise ValueError("model_input_names lacks input_ids")
         except LOADER_ERRORS as error:
-            raise CorruptInput(f"{folder} has no usable tokenizer ({first_line(error)}).") from None
+            raise CorruptInput(
+                f"{folder} has no usable tokenizer ({first_line(error)}). Put the model's own tokenizer files there."
+            ) from None
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

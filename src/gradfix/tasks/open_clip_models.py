@@ -105,7 +105,8 @@ def open_clip_source(source: str, architecture: str | None) -> tuple[str | None,
 def _known(library: Any, architecture: str | None, path: Path) -> str:
     if architecture is None:
         raise UsageError(
-            f"{path} is a bare weights file: name its open_clip architecture (e.g. ViT-B-16), or give a folder."
+            f"{path} is a single file. Give the model's folder; a bare weights file of open_clip needs its "
+            "--architecture (e.g. ViT-B-16)."
         )
     if architecture not in library.list_models():
         raise UsageError(unknown("open_clip architecture", architecture, library.list_models()))

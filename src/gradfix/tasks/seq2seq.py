@@ -15,7 +15,7 @@ from torch.nn import functional
 from gradfix.errors import UsageError
 from gradfix.tasks.answers import AnswerTask
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
-from gradfix.tasks.inputs import pad, tokenise
+from gradfix.tasks.inputs import pad, refuse_foreign_tokens, tokenise
 from gradfix.tasks.loading import freeze_all_but
 
 IGNORED = -100
@@ -33,14 +33,15 @@ class Seq2SeqBound(Bound):
         self.labels, self.texts = list(labels), list(labels.values())
         self.reduction, self.scoring = loss, scoring
         self._index = {label: index for index, label in enumerate(self.labels)}
-        spelled = [tokenizer(text_target=text)["input_ids"] for text in self.texts]
-        self._answers = pad(spelled, IGNORED).to(next(model.parameters()).device)
+        spelled = pad([tokenizer(text_target=text)["input_ids"] for text in self.texts], IGNORED)
+        refuse_foreign_tokens(spelled, tokenizer, model)
+        self._answers = spelled.to(next(model.parameters()).device)
         freeze_all_but(model, self.trainable())
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         device = self._answers.device
         answers = label_indices(examples, self._index)
-        tokens = tokenise(self.tokenizer, examples, self.max_length, device)
+        tokens = tokenise(self.tokenizer, examples, self.max_length, self.model)
         return {
             "input_ids": tokens["input_ids"],
             "attention_mask": tokens["attention_mask"],

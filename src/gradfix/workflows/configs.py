@@ -10,13 +10,22 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any
 
 
-def option(help: str, default: Any = None, *, required: bool = False, positional: bool = False) -> Any:
-    metadata = {"help": help, "required": required, "positional": positional}
+def option(
+    help: str,
+    default: Any = None,
+    *,
+    required: bool = False,
+    positional: bool = False,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    metadata = {"help": help, "required": required, "positional": positional, "least": least, "most": most}
     if isinstance(default, (list, tuple)):
         return field(default=tuple(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's generators take
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
 DRY_RUN = "Check everything and say what would be done; write nothing."
 
@@ -51,13 +60,13 @@ class DataOptions:
     text_template: str | None = option("Build the text from columns: '{premise} therefore {hypothesis}'.")
     image_column: str | None = option("Column that holds the image.")
     pooling: str | None = option("Text encoders: mean or cls.")
-    max_length: int | None = option("Longest text in tokens.")
+    max_length: int | None = option("Longest text in tokens.", least=1)
     templates: tuple[str, ...] = option("Zero-shot: wrap every prompt, e.g. 'a photo of a {}.'.", ())
     architecture: str | None = option("open_clip: the architecture of a bare weights file, e.g. ViT-B-16.")
     scoring: str | None = option("seq2seq and causal: likelihood, generate or (causal) exact.")
     freeze_head: bool = option("Classification: leave the head out of votes and training.", False)
     drop_unlabelled: bool = option("Skip rows without a label instead of refusing them.", False)
-    batch_size: int = option("Samples per pass; affects speed, not the votes.", 16)
+    batch_size: int = option("Samples per pass; affects speed, not the votes.", 16, least=1)
     dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
     device: str | None = option("cpu, cuda, cuda:1 ...; the best there is by default.")
     trust_remote_code: bool = option(
@@ -68,7 +77,7 @@ class DataOptions:
 @dataclass(frozen=True, kw_only=True)
 class ShotOptions(DataOptions):
     shots: int = option("Labelled examples per class.", 5)
-    seed: int = option("Seed of every random choice.", 0)
+    seed: int = option("Seed of every random choice.", 0, **SEEDS)
     select: str = option("How the examples are chosen: random, herding, kmedoids, coreset.", "random")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
     engine: str = option("Vote engine: auto, loop or batched.", "auto")
@@ -81,9 +90,9 @@ class VoteConfig(ShotOptions):
     out: str = option("Votes file to write (.safetensors).", required=True)
     base: str | None = option("Old base model; only needed for --select other than random.")
     vote: str = option("majority (of per-sample signs) or mean (sign of the summed gradient).", "majority")
-    processes: int = option("Processes that share the samples.", 1)
+    processes: int = option("Processes that share the samples.", 1, least=1)
     sharded: bool = option("Split the model over the processes: for models that no device holds.", False)
-    replicas: int = option("With --sharded: how many times the processes hold the whole model.", 1)
+    replicas: int = option("With --sharded: how many times the processes hold the whole model.", 1, least=1)
     recompute: bool = option("With --sharded: keep no activations inside layers, compute them twice.", False)
     offload: str | None = option("One device, model larger than memory: folder for weights that do not fit.")
     max_memory: str | None = option("With --offload: memory the weights may take, as 20GiB.")
@@ -140,7 +149,7 @@ class FinetuneConfig(DataOptions):
     lr: float = option("Peak learning rate.", 1e-5)
     weight_decay: float = option("AdamW weight decay.", 0.1)
     warmup: float = option("Share of the steps spent warming up.", 0.1)
-    seed: int = option("Seed of every random choice.", 0)
+    seed: int = option("Seed of every random choice.", 0, **SEEDS)
     shots: int | None = option("Use only this many examples per class.")
     new_head: bool = option("Classification: put a new head on a model that has none.", False)
     overwrite: bool = option("Replace a non-empty output folder.", False)
@@ -179,9 +188,9 @@ class CompareConfig(DataOptions):
     finetune_target: bool = option(
         "Fine-tune the target on the train split when no --target-tuned is given.", False
     )
-    finetune_steps: int = option("Steps of that fine-tune.", 400)
+    finetune_steps: int = option("Steps of that fine-tune.", 400, least=1)
     shots: tuple[int, ...] = option("Labelled examples per class, one or more budgets.", (5,))
-    seeds: tuple[int, ...] = option("Seeds.", (0,))
+    seeds: tuple[int, ...] = option("Seeds.", (0,), **SEEDS)
     methods: tuple[str, ...] = option("Methods to compare; all by default.", ())
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for the method 'best'.")
@@ -199,7 +208,7 @@ class DemoConfig:
     unpack: str | None = option("Only write the embedded models and data into this folder, to play with.")
     report: str | None = option("HTML page to write.", "gradfix-demo.html")
     shots: int = option("Labelled examples per class.", 5)
-    seeds: tuple[int, ...] = option("Seeds.", (0, 1, 2))
+    seeds: tuple[int, ...] = option("Seeds.", (0, 1, 2), **SEEDS)
     dry_run: bool = option("Say what would be written; write nothing.", False)
 
 

@@ -5,26 +5,36 @@ Files are compared by inode, so links and other spellings do not fool them."""
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gradfix.checkpoints.write import locked, make_parent, refuse_inside, refuse_occupied
+from gradfix.checkpoints.write import locked, make_parent, refuse_inside, refuse_occupied, refuse_odd_file
 from gradfix.data.files import is_table
-from gradfix.errors import OutputError
+from gradfix.errors import OutputError, UnsafeResult, UsageError
 
 CHECKPOINTS = ("base", "tuned", "target", "target_tuned", "model", "head_from", "checkpoints")
 OUTPUTS = ("out", "report", "work")
+LONGEST_NAME = 200  # bytes; file systems take 255, and what is written beside an output adds some to its name
 FILES = ("data", "validation", "unlabelled", "votes", "results", "config")
 
 
 def guard_outputs(config: Any, *files: str | None) -> None:
     """Refuse a config whose outputs, or these further files, would touch one of its inputs."""
     weights, others = _existing(config, CHECKPOINTS), _existing(config, FILES)
+    for file in (*files, getattr(config, "report", None)):
+        if file is not None and file != "-":
+            refuse_odd_file(Path(file))
     for name in (*(getattr(config, output, None) for output in OUTPUTS), *files):
         if name is None or name == "-":
             continue
         out = Path(name)
+        if len(os.fsencode(out.name)) > LONGEST_NAME:
+            raise OutputError(
+                f"the name of output {out} is longer than {LONGEST_NAME} bytes. Choose a shorter one."
+            )
         refuse_inside(out, [*weights, *(path for path in others if path.is_file() or out.is_dir())])
         if is_table(out) and any(
             path.is_dir() and out.resolve().is_relative_to(path.resolve()) for path in others
@@ -47,6 +57,26 @@ def sole_writer(config: Any) -> Iterator[None]:
     with locked(out):
         refuse_occupied(out, config.overwrite)  # by a writer that has finished meanwhile
         yield
+
+
+def number_or_auto(word: str, value: str) -> None:
+    """Options that are a number or the word 'auto'."""
+    try:
+        good = value == "auto" or math.isfinite(float(value))
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(f"{word} must be a finite number or 'auto', got {value!r}.")
+
+
+def refuse_broken(loss: float, alpha: float, force: bool) -> list[str]:
+    """Finite weights can still be of no use: so large that the model answers with NaN. Notes where it is forced."""
+    if math.isfinite(loss):
+        return []
+    text = f"at alpha {alpha:g} the few-shot loss is {loss}: the model is broken. Use a smaller --alpha"
+    if not force:
+        raise UnsafeResult(f"{text}, or --force to write it all the same.")
+    return [f"{text}."]
 
 
 def _existing(config: Any, names: Iterable[str]) -> list[Path]:

@@ -52,8 +52,8 @@ def device_of(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError):
+        torch.empty(1, device=name).item()  # not on "meta", which holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError):
         raise UsageError(f"device {name!r} is not available on this machine.") from None
     return name
 
@@ -116,6 +116,10 @@ def draw(
 ) -> Shots:
     """The few-shot set of a seed, with validation and test kept apart by content."""
     pool = start.dataset.pick("train")
+    if pool is start.dataset.splits.get("test"):
+        raise DataError(
+            f"{start.dataset.source} has only a test split; examples are drawn from train. Add a train file."
+        )
     indices = _pick(start, options, pool, base)
     fewshot = [pool[index] for index in indices]
     held = validation_rows(start, validation)

@@ -34,7 +34,7 @@ from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
 from gradfix.workflows.configs import TransportConfig, given
-from gradfix.workflows.guard import sole_writer
+from gradfix.workflows.guard import number_or_auto, refuse_broken, sole_writer
 from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, read_unlabelled, setting
@@ -156,12 +156,7 @@ def _check_words(config: TransportConfig) -> None:
     if config.method not in ("mask", "best"):
         raise UsageError(f"no method called {config.method!r}; there are: mask, best.")
     for name in ("alpha", "margin"):
-        value = getattr(config, name)
-        if value != "auto":
-            try:
-                float(value)
-            except ValueError:
-                raise UsageError(f"--{name} must be a number or 'auto', got {value!r}.") from None
+        number_or_auto(f"--{name}", getattr(config, name))
 
 
 class _Transport:
@@ -305,6 +300,7 @@ class _Transport:
         with dialled(self.bound.model, update) as dial:
             dial.turn(choice.alpha)
             loss_after, after = loss(), self._test_score()
+        self.notes += refuse_broken(loss_after, choice.alpha, self.config.force)
         measured = {
             "labels_per_class": self.config.shots,
             "labelled_examples": len(self.shots.fewshot),

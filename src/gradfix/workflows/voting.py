@@ -12,7 +12,7 @@ from typing import Any
 from gradfix.checkpoints.folder import device_name, target_fingerprint, versions
 from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.write import discard, locked, make_parent
+from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.data import Row
 from gradfix.errors import UsageError
 from gradfix.processes import launched
@@ -62,6 +62,7 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
 
         return vote_as_rank(config) if launched() else vote_in_processes(config, progress)
     guard_outputs(config)
+    refuse_odd_file(Path(config.out))
     start = setting(config)
     shots = draw(start, config, base=config.base)
     out = Path(config.out)
