@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError
-from gradfix.votes import collect, recorded
+from gradfix.votes import recorded
 from gradfix.votes.batched import batched
 from gradfix.votes.loop import NotFinite, loop, take
 from gradfix.votes.tally import Tally
 from votes.vote_cases import SAMPLES, image_loss, make_case, meaningful
+
+PLAYED_BEFORE = 2  # the second batch again, for its votes and for the time it takes
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -41,6 +43,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     monkeypatch.setattr(recorded, "can_record", lambda _: True)
     monkeypatch.setattr(recorded, "capture", stand_in.capture)
+    monkeypatch.setattr(recorded, "IDLE_SHARE", 1.0)
+    monkeypatch.setattr(recorded.Recording, "seconds", lambda self, leaves: self.run(leaves) * 0.0)
     yield stand_in
     recorded._REPEATS.clear()
 
@@ -72,7 +76,7 @@ def test_equal_batches_are_recorded_and_played(device: StandIn, family: str) -> 
     batches = batches_of(batch, 6)
     assert_same(tally_of(model, loop, loss, batches), tally_of(model, batched, loss, batches))
     assert device.recorded == 1
-    assert device.played == 5  # the second batch again as a check, then the last four
+    assert device.played == PLAYED_BEFORE + 4
 
 
 def test_more_samples_than_eight_bits_count(device: StandIn) -> None:
@@ -80,7 +84,7 @@ def test_more_samples_than_eight_bits_count(device: StandIn) -> None:
     wide = {name: value.repeat(27, *[1] * (value.ndim - 1)) for name, value in batch.items()}
     batches = batches_of(wide, 4)
     assert_same(tally_of(model, loop, loss, batches), tally_of(model, batched, loss, batches))
-    assert device.played == 3
+    assert device.played == PLAYED_BEFORE + 2
 
 
 def test_another_kind_of_batch_lets_go_of_the_recording(device: StandIn) -> None:
@@ -110,8 +114,10 @@ def test_a_loss_that_is_not_finite_counts_nothing(device: StandIn) -> None:
         batched(model, loss, bad, tally)
     assert tally.count == 4 * SAMPLES
     assert all(torch.equal(votes, before[name]) for name, votes in tally.items())
+    from gradfix import collect_votes
+
     with pytest.raises(DataError, match="sample 21"):
-        collect.collect_votes(model, loss, [*batches_of(batch, 4), bad], engine="batched")
+        collect_votes(model, loss, [*batches_of(batch, 4), bad], engine="batched")
 
 
 def test_a_loss_that_looks_elsewhere_is_refused(device: StandIn) -> None:
@@ -143,6 +149,14 @@ def test_a_pass_that_cannot_be_recorded_runs_as_before(
     assert "not permitted" in recorded._REPEATS[model].reason
 
 
+def test_a_recording_that_is_slower_is_refused(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded.Recording, "seconds", lambda self, leaves: 1e9)
+    model, loss, batch = make_case("vit")
+    batches = batches_of(batch, 5)
+    assert_same(tally_of(model, loop, loss, batches), tally_of(model, batched, loss, batches))
+    assert recorded._REPEATS[model].reason == "playing it takes longer than launching it"
+
+
 def test_weights_outside_the_plan_are_not_recorded(device: StandIn) -> None:
     model, loss, batch = make_case("mixtral")
     batches = batches_of(batch, 4)
@@ -153,9 +167,11 @@ def test_weights_outside_the_plan_are_not_recorded(device: StandIn) -> None:
 
 
 def test_nothing_is_kept_after_a_vote(device: StandIn) -> None:
+    from gradfix import collect_votes
+
     model, loss, batch = make_case("vit")
-    collect.collect_votes(model, loss, batches_of(batch, 5), engine="batched")
-    assert device.played == 4
+    collect_votes(model, loss, batches_of(batch, 5), engine="batched")
+    assert device.played == PLAYED_BEFORE + 3
     assert model not in recorded._REPEATS
 
 

@@ -23,30 +23,30 @@ class Recipe:
     function: Callable[..., Any]
     positional: int
     names: tuple[str, ...]
-    weights: tuple[tuple[str, int], ...]  # role, place
-    roots: tuple[tuple[str, ...], ...]  # of each weight
+    weights: tuple[tuple[str, int, tuple[str, ...]], ...]  # role, place, names of the parameters
     inputs: tuple[tuple[str, int, int], ...]  # role, place, dimensions
     rest: tuple[tuple[int, Any], ...]  # values that must be the same again
     options: dict[str, Any]
 
-    def read(self, values: Sequence[Any], tracked: Mapping[int, Any]) -> Call | None:
-        """The call's parts; None unless the same weights, and as many inputs, stand where they stood."""
+    def read(self, values: list[Any], tracked: Mapping[int, Any]) -> Call | None:
+        """The call's parts, its weights detached among `values`; None unless all stands where it stood."""
         for place, value in self.rest:
             again = values[place]
             if again is not value and (again.__class__ is not value.__class__ or again != value):
                 return None
-        weights = {}
-        for (role, place), roots in zip(self.weights, self.roots):
-            found = tracked.get(id(values[place]))
-            if found is None or not found.live or found.roots != roots:
-                return None
-            weights[role] = values[place]
         inputs = {}
         for role, place, dimensions in self.inputs:
             tensor = values[place]
             if not isinstance(tensor, Tensor) or tensor.ndim != dimensions or id(tensor) in tracked:
                 return None
             inputs[role] = tensor
+        weights = {}
+        for role, place, roots in self.weights:
+            found = tracked.get(id(values[place]))
+            if found is None or not found.live or found.roots != roots:
+                return None
+            weights[role] = found.tensor
+            values[place] = found.without_grad()
         return Call(weights, inputs, self.options)
 
 
@@ -72,8 +72,7 @@ def write_down(
         function,
         len(args),
         tuple(kwargs),
-        tuple((role, places[id(tensor)]) for role, tensor in call.weights.items()),
-        tuple(tracked[id(tensor)].roots for tensor in call.weights.values()),
+        tuple((role, places[id(t)], tracked[id(t)].roots) for role, t in call.weights.items()),
         tuple((role, places[id(tensor)], tensor.ndim) for role, tensor in call.inputs.items()),
         tuple(rest),
         call.options,

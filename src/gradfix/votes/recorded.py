@@ -36,6 +36,7 @@ class Repeats:
     key: Any
     seen: int = 0
     reason: str = ""  # why passes of this kind are not recorded
+    seconds: float = 0.0  # of a pass that is not recorded
     example: tuple[list[Tensor], Tally] | None = None
     recording: Recording | None = None
 
@@ -63,6 +64,11 @@ class Recording:
         if not self.run(leaves):
             raise NotFinite
         add(self.votes, tally)
+
+    def seconds(self, leaves: Sequence[Tensor]) -> float:
+        start = time.perf_counter()
+        self.run(leaves)
+        return time.perf_counter() - start
 
     def repeats(self, leaves: Sequence[Tensor], expected: Tally) -> bool:
         if not self.run(leaves):
@@ -115,9 +121,9 @@ def drop(model: nn.Module) -> None:
 
 def all_finite(losses: Tensor) -> bool:
     """Waits for the device; a wait that is no part of what would be recorded, so it is not held against the pass."""
-    if not losses.is_cuda:
+    mode = torch.cuda.get_sync_debug_mode() if losses.is_cuda else 0
+    if not mode:
         return bool(torch.isfinite(losses).all())
-    mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("default")
     try:
         return bool(torch.isfinite(losses).all())
@@ -145,7 +151,7 @@ def watch_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Call
     elif end - launched > IDLE_SHARE * (end - start):
         known.refuse("the device is busy all the time")
     else:
-        known.example = ([leaf.clone() for leaf in tensors_of(batch)], trial)
+        known.seconds, known.example = end - start, ([leaf.clone() for leaf in tensors_of(batch)], trial)
 
 
 def record_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Pass) -> None:
@@ -154,10 +160,12 @@ def record_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Pas
     (leaves, expected), known.example = known.example, None
     try:
         recording = _recorded(batch, tally, count, run)
-        if recording.repeats(leaves, expected):
-            known.recording = recording
-        else:
+        if not recording.repeats(leaves, expected):
             known.refuse("the recording does not repeat the votes")
+        elif recording.seconds(leaves) > known.seconds:
+            known.refuse("playing it takes longer than launching it")
+        else:
+            known.recording = recording
     except Exception as error:  # whatever a loss does that cannot be recorded, the pass itself still works
         known.refuse(f"{type(error).__name__}: {error}")
 
@@ -187,13 +195,26 @@ def capture(once: Callable[[], None]) -> Callable[[], None]:
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     try:
         # Other threads (a loader that pins memory) go on meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _unnoticed(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             once()
     except BaseException:
         # A recording that breaks off leaves the generator waiting for its end.
         generator.graphsafe_set_state(generator.clone_state())
         raise
     return graph.replay
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Models that ask whether they are recorded must not take another way than in the pass that was watched.
+
+    Those of transformers, say, build attention masks then that they leave out otherwise."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 def add(votes: Tally, tally: Tally) -> None:

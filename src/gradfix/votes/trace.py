@@ -124,24 +124,19 @@ class Votes(Watch):
     def _by_recipe(
         self, recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        if len(args) != recipe.positional or tuple(kwargs) != recipe.names or _saving_is_redirected():
+        if len(args) != recipe.positional or len(kwargs) != len(recipe.names) or _saving_is_redirected():
             return None
-        tracked, values = self.tracked, [*args, *kwargs.values()]
-        call = recipe.read(values, tracked)
+        values = [*args, *kwargs.values()]
+        call = recipe.read(values, self.tracked) if not kwargs or tuple(kwargs) == recipe.names else None
         if call is None:
             return None
         step = self.plan.steps[self.position]
         self.position += 1
-        for _, place in recipe.weights:
-            found = tracked[id(values[place])]
-            if found.detached is None:
-                found.detached = found.tensor.detach()
-            values[place] = found.detached
         if kwargs:
             output = func(*values[: len(args)], **dict(zip(recipe.names, values[len(args) :])))
         else:
             output = func(*values)
-        return self._watched(step, call, output)
+        return self._watched(step, call, output, redirected=False)
 
     def _next(self, key: Key) -> Step | None:
         if self.replaying:
@@ -163,15 +158,14 @@ class Votes(Watch):
             if recipe is not None:
                 self.plan.recipes[self.position - 1] = recipe
         output = func(*self._detached(args), **(self._detached(kwargs) if kwargs else kwargs))
-        return self._watched(step, call, output)
+        return self._watched(step, call, output, _saving_is_redirected())
 
-    def _watched(self, step: Step, call: Call, output: Tensor) -> Tensor:
+    def _watched(self, step: Step, call: Call, output: Tensor, redirected: bool) -> Tensor:
         """The output, once its gradient is sure to reach the use's rule."""
         assert step.rule is not None and step.layout is not None
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         use = Use(self, step, call)
-        redirected = _saving_is_redirected()
         self.recomputes = self.recomputes or redirected
         if self.plan.light and step.on_samples and output.requires_grad and not redirected:
             output.grad_fn.register_prehook(use.see)  # type: ignore[union-attr]
@@ -196,9 +190,7 @@ class Votes(Watch):
             return value
         if not found.live:
             return value
-        if found.detached is None:
-            found.detached = found.tensor.detach()
-        return found.detached
+        return found.without_grad()
 
     def _is_live(self, tensor: Tensor) -> bool:
         found = self.tracked.get(id(tensor))

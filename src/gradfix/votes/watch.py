@@ -49,7 +49,7 @@ class Tap(torch.autograd.Function):
         return gradient, None, None, None, *(None for _ in range(ctx.inputs))
 
 
-@dataclass
+@dataclass(slots=True)
 class Tracked:
     """A tensor made of weights alone. `votes` is the part of the tally with the same entries, if there is one."""
 
@@ -59,6 +59,11 @@ class Tracked:
     live: bool = True
     votes: Tensor | None = None
     detached: Tensor | None = None
+
+    def without_grad(self) -> Tensor:
+        if self.detached is None:
+            self.detached = self.tensor.detach()
+        return self.detached
 
 
 class Watch(TorchFunctionMode):
