@@ -19,6 +19,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
 from gradfix.taskvector import TaskVector
+from gradfix.votes import recorded
 from gradfix.votes.batched import batched
 from gradfix.votes.identity import probe_module
 from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, folding, loop, samples, take
@@ -260,6 +261,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        recorded.drop(model)
 
 
 def _refuse_silence(tally: Tally) -> None:
