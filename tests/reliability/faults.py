@@ -95,7 +95,7 @@ def _(world: World) -> list[str]:
     return world.arguments()
 
 
-def _adapter(world: World, **stray: torch.Tensor) -> Path:
+def adapter(world: World, **stray: torch.Tensor) -> Path:
     folder = world.home / "lora"
     folder.mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["dense"]}
@@ -108,7 +108,7 @@ def _adapter(world: World, **stray: torch.Tensor) -> Path:
 
 @fault("LoRA with a key nobody knows", 3, r"lora: adapter tensor 'stray' is of no kind that gradfix knows")
 def _(world: World) -> list[str]:
-    return world.arguments(tuned=_adapter(world, stray=torch.ones(2)))
+    return world.arguments(tuned=adapter(world, stray=torch.ones(2)))
 
 
 @fault(
@@ -119,7 +119,7 @@ def _(world: World) -> list[str]:
 def _(world: World) -> list[str]:
     for role in ("base", "target"):
         rewrite(world.home / role, {DENSE: torch.zeros(32, 40)})
-    return world.arguments(tuned=_adapter(world))
+    return world.arguments(tuned=adapter(world))
 
 
 @fault("tuned equals base", 6, r"base equals .*base in every weight: the task vector is zero")

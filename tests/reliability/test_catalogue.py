@@ -1,7 +1,7 @@
 """The failure catalogue as an index: every row names the tests that hold it, and those tests exist.
 
-`docs/reliability.md` describes the rows to users. A test named `command: X` is the fault X of `faults.py`, met
-through the command line by `test_commands.py`."""
+`docs/reliability.md` describes the rows to users. A test named `command: X` is the fault X of `faults.py`
+or `oddities.py`, met through the command line by `test_commands.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.faults import FAULTS
+from tests.reliability.oddities import FAULTS
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "command: "
@@ -63,7 +63,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     ),
     "NaN or Inf": (
         "command: NaN in base", "command: NaN in tuned", "command: NaN in target", "command: NaN in a copied tensor",
-        "command: output overflows", f"{T}::test_nan_in_an_input_names_tensor_and_file",
+        "command: output overflows", "command: alpha that breaks the model", f"{T}::test_nan_in_an_input_names_tensor_and_file",
     ),
     "no silent no-op": (
         "command: mask that keeps nothing", f"{T}::test_all_dropped_is_refused",
@@ -92,14 +92,22 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         f"{INPUTS}::test_a_compressed_pickle_is_refused_before_it_is_unpacked",
         f"{INPUTS}::test_a_parquet_file_that_claims_a_billion_rows", f"{LOAD}::test_a_decompression_bomb_is_refused",
     ),
+    "tokenizer of another model": (
+        "command: tokenizer damaged", "command: tokenizer missing", "command: tokenizer of another model",
+    ),
+    "not what it seems": (
+        "command: weights behind a loop of links", "command: model that is a data file",
+        "command: config file that is a folder", f"{INPUTS}::test_a_pipe_is_no_checkpoint",
+    ),
     "YAML duplicates and typos": (
-        "command: YAML key twice", "command: YAML typo", "command: YAML with an object",
+        "command: YAML key twice", "command: YAML typo", "command: YAML with an object", "command: YAML with aliases",
         "tests/test_mergeconfig.py::test_mistakes_are_named",
     ),
     "cache keys": (
         "command: half a vote of other data", "command: votes of another target",
         f"{RESUMING}::test_compare_keeps_units_of_other_task_settings_apart",
         f"{RESUMING}::test_a_frozen_weight_is_part_of_a_votes_identity",
+        f"{RESUMING}::test_another_engine_does_not_go_on_with_a_vote",
         "tests/test_comparison.py::test_another_setting_reads_no_old_unit",
     ),
     # Data
@@ -110,7 +118,10 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     "label outside the set": (
         "command: label outside the set", "command: label -100", f"{LOAD}::test_a_label_outside_the_set_is_named",
     ),
-    "empty data": ("command: empty data", f"{LOAD}::test_empty_folders_and_unknown_files_are_refused"),
+    "empty data": (
+        "command: empty data", "command: data file that is a folder", "command: data file that cannot be read",
+        "command: only a test split", f"{LOAD}::test_empty_folders_and_unknown_files_are_refused",
+    ),
     "fewer than k": (
         "command: fewer than k", f"{INPUTS}::test_allow_fewer_takes_what_there_is",
         f"{SPLITS}::test_a_class_with_too_few_is_named",
@@ -121,7 +132,8 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "tests/test_comparison.py::test_an_example_on_two_sides_is_refused",
     ),
     "CSV strings": (
-        "command: CSV line with too many fields", f"{INPUTS}::test_csv_values_stay_strings",
+        "command: CSV line with too many fields", "command: CSV in UTF-16", "command: JSON line with a column twice",
+        "command: JSON line without an end", "command: nested columns", f"{INPUTS}::test_csv_values_stay_strings",
         f"{LOAD}::test_strings_stay_strings", f"{LOAD}::test_bad_csv_is_refused_with_its_place",
     ),
     "truncated image": (
@@ -129,22 +141,41 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         f"{INPUTS}::test_postscript_is_never_decoded",
     ),
     # Process
+    "values that make no sense": (
+        "command: no examples per class", "command: batch size 0", "command: no processes", "command: negative length",
+        "command: seed that no generator takes", "command: learning rate that is no number",
+        "command: alpha that is no number", "command: empty name", "command: device without numbers",
+    ),
     "output is or lies in an input": (
         "command: output is an input", "command: output inside an input, by link", "command: votes over the weights",
         "command: ids over the data", "command: data inside an overwritten output", "command: JSON over the results",
+        "command: work folder inside an input",
         f"{T}::test_output_inside_an_input_is_refused",
+    ),
+    "output is no file": (
+        "command: votes over a folder", "command: JSON over a pipe", "command: name too long",
+        "command: work folder that is a file",
     ),
     "non-empty output": (
         "command: non-empty output", f"{T}::test_non_empty_output_needs_overwrite_and_is_swapped_whole",
     ),
-    "two writers": (f"{WRITING}::test_a_held_lock_is_code_seven", f"{SHARE}::test_a_share_of_the_series_is_clean"),
+    "two writers": (
+        f"{WRITING}::test_a_held_lock_is_code_seven", f"{WRITING}::test_merge_is_told_of_another_writer_too",
+        f"{WRITING}::test_a_lock_is_taken_once_by_its_holder_and_never_by_another_thread",
+        f"{SHARE}::test_a_share_of_the_series_is_clean",
+    ),
     "full disk": (
         f"{WRITING}::test_a_disk_without_room_is_known_before_the_first_byte", f"{SHARE}::test_a_share_of_the_series_is_clean",
     ),
     "kill": (
         f"{SHARE}::test_a_share_of_the_series_is_clean", f"{WRITING}::test_a_writer_killed_between_the_renames_loses_nothing",
         f"{RESUMING}::test_finished_shards_are_not_written_again", f"{RESUMING}::test_a_resumed_vote_keeps_engine_samples_and_notes",
+        f"{RESUMING}::test_a_resumed_mean_vote_asks_no_sample_twice",
+        f"{RESUMING}::test_one_file_adapters_and_matched_rows_go_on_too",
+        "tests/scale/test_parallel.py::test_one_group_of_processes",
+        "tests/scale/test_resume.py::test_an_interrupted_transport_goes_on_with_the_same_bits",
         "tests/test_comparison.py::test_a_killed_run_loses_one_unit_and_gives_the_same_json",
+        "tests/test_comparison.py::test_what_was_said_on_the_way_is_said_again",
         "tests/test_finetuning.py::test_resumed_equals_uninterrupted",
     ),
     "out of memory": (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reliability.faults import FAULTS
+from tests.reliability.oddities import FAULTS
 from tests.reliability.world import World, hashes, left_behind, say
 
 

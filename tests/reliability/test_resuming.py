@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gradfix.data import load_data
 from gradfix.errors import CorruptInput
 from gradfix.votes.loop import samples
 from tests.reliability.world import World, rewrite, say
+from tests.scale.interrupting import interrupt
 from tests.torture.crashes import relative, three
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tensors abstained")
@@ -71,6 +73,50 @@ def test_a_changed_input_is_not_taken_for_the_old_one(
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "fresh")
     assert relative(tmp_path / "out") == relative(tmp_path / "fresh")
+
+
+def _lora(world: World) -> Path:
+    from tests.reliability.faults import adapter
+
+    return adapter(world)
+
+
+def _larger_vocabulary(world: World) -> Path:
+    path, table = world.target / "tokenizer.json", "embeddings.word_embeddings.weight"
+    content = json.loads(path.read_text())
+    rows = load_file(world.target / "model.safetensors")[table]
+    content["model"]["vocab"] |= {f"new{number}": len(rows) + number for number in range(3)}
+    path.write_text(json.dumps(content))
+    rewrite(world.target, {table: torch.cat([rows, rows[:3]])})
+    return world.tuned
+
+
+@pytest.mark.parametrize(
+    "tuned_of",
+    [lambda world: world.tuned, _lora, _larger_vocabulary],
+    ids=["one file", "adapter", "larger vocabulary"],
+)
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_one_file_adapters_and_matched_rows_go_on_too(
+    world: World, how: str, tuned_of: Callable[[World], Path]
+) -> None:
+    """After half of the one output file; the rest is not all of it, and the bits are those of one go."""
+    tuned = tuned_of(world)
+    size = (world.target / "model.safetensors").stat().st_size
+
+    def work(out: str, progress: Callable[[int], None] | None = None) -> None:
+        gradfix.transport_checkpoint(
+            base=world.base, tuned=tuned, target=world.target, mask="none", force=True, out=world.home / out,
+            progress=progress,
+        )  # fmt: skip
+
+    work("whole")
+    interrupt(lambda progress: work("cut", progress), size // 2, how)
+    assert not (world.home / "cut").exists()
+    steps: list[int] = []
+    work("cut", steps.append)
+    assert steps[0] > size // 4, "what was on disk was written again"
+    assert relative(world.home / "cut") == relative(world.home / "whole")
 
 
 def test_a_resumed_vote_keeps_engine_samples_and_notes(

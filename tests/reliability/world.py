@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,15 @@ def say(arguments: Sequence[str]) -> Said:
 
 
 def hashes(*homes: Path) -> dict[str, str]:
-    """sha256 of every file below the folders (or of the files themselves)."""
+    """sha256 of every file below the folders (or of the files themselves); a link is what it points to by name."""
     paths = [
         p for home in homes for p in ([home] if home.is_file() else sorted(home.rglob("*"))) if p.is_file()
     ]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {str(path): hashlib.sha256(_content(path)).hexdigest() for path in paths}
+
+
+def _content(path: Path) -> bytes:
+    return os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
 
 
 def left_behind(home: Path, before: Mapping[str, str]) -> list[str]:
