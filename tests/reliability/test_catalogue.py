@@ -20,24 +20,24 @@ MODELS, INPUTS, WRITING, RESUMING, DETERMINISM = (
     f"tests/reliability/test_{subject}.py"
     for subject in ("models", "inputs", "writing", "resuming", "determinism")
 )
-T, V = "tests/test_transport.py", "tests/votes/test_collect.py"
+T, R, V = "tests/test_transport.py", "tests/test_transport_refusals.py", "tests/votes/test_collect.py"
 LORA, OPEN, LOAD = "tests/checkpoints/test_lora.py", "tests/test_open.py", "tests/data/test_load.py"
 SPLITS, SHARE = "tests/data/test_splits.py", "tests/torture/test_share.py"
 
 CATALOGUE: dict[str, tuple[str, ...]] = {
     # Models
     "missing key": (
-        "command: missing key, fine-tune", "command: missing key, target", f"{T}::test_missing_tensor_is_refused",
+        "command: missing key, fine-tune", "command: missing key, target", f"{R}::test_missing_tensor_is_refused",
         "tests/tasks/test_loading.py::test_missing_extra_and_misshapen_tensors_are_named",
     ),
-    "shape differs": ("command: shape differs", f"{T}::test_other_shapes_are_refused"),
+    "shape differs": ("command: shape differs", f"{R}::test_other_shapes_are_refused"),
     "resized vocabulary": (
         "command: resized vocabulary", "tests/checkpoints/test_vocabulary.py::test_rows_follow_their_tokens",
         "tests/checkpoints/test_vocabulary.py::test_without_tokenizers_other_heights_are_an_error",
     ),
     "extra head": (
         "command: extra head", "command: extra tensor, strict", f"{MODELS}::test_an_extra_head_is_listed",
-        f"{T}::test_a_head_only_the_fine_tune_has_follows_the_policy",
+        f"{R}::test_a_head_only_the_fine_tune_has_follows_the_policy",
     ),
     "tied weights": (
         f"{MODELS}::test_tied_weights_vote_once_and_stay_tied",
@@ -47,7 +47,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         f"{MODELS}::test_buffers_come_from_the_target_whatever_the_mask",
         f"{T}::test_integer_buffers_are_copied_from_the_target",
     ),
-    "quantised": ("command: quantised weights", f"{T}::test_quantised_weights_are_refused_by_name"),
+    "quantised": ("command: quantised weights", f"{R}::test_quantised_weights_are_refused_by_name"),
     "frozen or unused": (
         f"{MODELS}::test_unused_parameters_abstain_and_are_reported",
         f"{V}::test_frozen_parameters_do_not_vote_and_unused_ones_are_reported",
@@ -56,18 +56,18 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "command: LoRA with a key nobody knows", "command: LoRA of another model",
         f"{LORA}::test_every_key_is_used_or_named", f"{LORA}::test_the_wrong_base_is_found_by_its_values",
     ),
-    "tuned equals base": ("command: tuned equals base", f"{T}::test_tuned_equal_to_base_is_refused"),
+    "tuned equals base": ("command: tuned equals base", f"{R}::test_tuned_equal_to_base_is_refused"),
     "wrong order, not descended": (
         "command: not descended", f"{MODELS}::test_a_stranger_goes_through_when_forced",
-        f"{MODELS}::test_base_and_fine_tune_the_wrong_way_round", f"{T}::test_not_descended_is_refused_unless_forced",
+        f"{MODELS}::test_base_and_fine_tune_the_wrong_way_round", f"{R}::test_not_descended_is_refused_unless_forced",
     ),
     "NaN or Inf": (
         "command: NaN in base", "command: NaN in tuned", "command: NaN in target", "command: NaN in a copied tensor",
-        "command: output overflows", "command: alpha that breaks the model", f"{T}::test_nan_in_an_input_names_tensor_and_file",
+        "command: output overflows", "command: alpha that breaks the model", f"{R}::test_nan_in_an_input_names_tensor_and_file",
     ),
     "no silent no-op": (
-        "command: mask that keeps nothing", f"{T}::test_all_dropped_is_refused",
-        f"{T}::test_an_update_lost_in_rounding_is_refused", f"{V}::test_silence_is_refused",
+        "command: mask that keeps nothing", f"{R}::test_all_dropped_is_refused",
+        f"{R}::test_an_update_lost_in_rounding_is_refused", f"{V}::test_silence_is_refused",
     ),
     # Files
     "truncated or corrupt safetensors": (
@@ -150,14 +150,14 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "command: output is an input", "command: output inside an input, by link", "command: votes over the weights",
         "command: ids over the data", "command: data inside an overwritten output", "command: JSON over the results",
         "command: work folder inside an input",
-        f"{T}::test_output_inside_an_input_is_refused",
+        f"{R}::test_output_inside_an_input_is_refused",
     ),
     "output is no file": (
         "command: votes over a folder", "command: JSON over a pipe", "command: name too long",
         "command: work folder that is a file",
     ),
     "non-empty output": (
-        "command: non-empty output", f"{T}::test_non_empty_output_needs_overwrite_and_is_swapped_whole",
+        "command: non-empty output", f"{R}::test_non_empty_output_needs_overwrite_and_is_swapped_whole",
     ),
     "two writers": (
         f"{WRITING}::test_a_held_lock_is_code_seven", f"{WRITING}::test_merge_is_told_of_another_writer_too",
