@@ -83,6 +83,11 @@ def _(world: World) -> list[str]:
     return vote(world, device="meta")
 
 
+@fault("memory that is no size", 2, r"--max-memory must be a size such as 20GiB or 500MB, got 'lots'")
+def _(world: World) -> list[str]:
+    return vote(world, offload=world.home / "offload", max_memory="lots")
+
+
 @fault(
     "alpha that breaks the model", 6, r"at alpha 1e\+30 the few-shot loss is nan.*smaller --alpha, or --force"
 )
@@ -223,6 +228,20 @@ def _pipe(path: Path) -> Path:
 def _(world: World) -> list[str]:
     """/dev/null is of this kind: a rename over it would take it away from the whole machine."""
     return vote(world, json=_pipe(world.home / "pipe"))
+
+
+@fault(
+    "folder for weights that is a file",
+    8,
+    r"train.jsonl is a file; give a folder for the weights .*--offload",
+)
+def _(world: World) -> list[str]:
+    return vote(world, offload=world.data / "train.jsonl")
+
+
+@fault("output beside a file", 8, r"cannot create .*train.jsonl: file exists. Choose another place")
+def _(world: World) -> list[str]:
+    return vote(world, out=world.data / "train.jsonl" / "votes.safetensors")
 
 
 @fault("name too long", 8, r"the name of output .* is longer than 200 bytes. Choose a shorter one")

@@ -144,7 +144,7 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     "values that make no sense": (
         "command: no examples per class", "command: batch size 0", "command: no processes", "command: negative length",
         "command: seed that no generator takes", "command: learning rate that is no number",
-        "command: alpha that is no number", "command: empty name", "command: device without numbers",
+        "command: alpha that is no number", "command: memory that is no size", "command: empty name", "command: device without numbers",
     ),
     "output is or lies in an input": (
         "command: output is an input", "command: output inside an input, by link", "command: votes over the weights",
@@ -154,7 +154,8 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
     ),
     "output is no file": (
         "command: votes over a folder", "command: JSON over a pipe", "command: name too long",
-        "command: work folder that is a file",
+        "command: work folder that is a file", "command: folder for weights that is a file",
+        "command: output beside a file",
     ),
     "non-empty output": (
         "command: non-empty output", f"{R}::test_non_empty_output_needs_overwrite_and_is_swapped_whole",

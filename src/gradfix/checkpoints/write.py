@@ -81,7 +81,7 @@ def make_parent(out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputError(f"cannot create {out.parent}: {reason(error)}.") from None
+        raise OutputError(f"cannot create {out.parent}: {reason(error)}. Choose another place.") from None
 
 
 def reason(error: OSError) -> str:
@@ -157,7 +157,7 @@ def _take_lock(out: Path, lock: Path) -> int:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, UMASK_MODE)
         except OSError as error:
-            raise OutputError(f"cannot write beside {out}: {reason(error)}.") from None
+            raise OutputError(f"cannot write beside {out}: {reason(error)}. Choose another place.") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -266,7 +266,7 @@ def _staged_file(path: Path) -> Iterator[Path]:
     except OSError as error:
         if isinstance(error, GradfixError):
             raise
-        raise OutputError(f"cannot write {path}: {reason(error)}.") from error
+        raise OutputError(f"cannot write {path}: {reason(error)}. Choose another place.") from error
     finally:
         staging.unlink(missing_ok=True)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.write import locked, make_parent
-from gradfix.errors import UsageError
+from gradfix.errors import OutputError, UsageError
 from gradfix.processes import launched
 from gradfix.tasks.loading import BUILDER
 from gradfix.votes.offload import collect_offloaded
@@ -32,9 +32,11 @@ def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResu
     out = Path(config.out)
     make_parent(out)
     device = device_of(config.device)
-    limit = config.max_memory
+    limit = _size(config.max_memory)
     limits = None if limit is None else {"cpu" if device == "cpu" else 0: limit}
     folder = Path(str(config.offload))
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file; give a folder for the weights that do not fit as --offload.")
     built: list[Offloaded] = []
 
     def builder(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
@@ -59,3 +61,14 @@ def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResu
         votes = on_disk(votes, bound, config.target, about, built[0].names)
         votes.save(out)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
+
+
+def _size(text: str | None) -> str | None:
+    from accelerate.utils.modeling import convert_file_size_to_int
+
+    try:
+        if text is not None and convert_file_size_to_int(text) < 1:
+            raise ValueError(text)
+    except ValueError:
+        raise UsageError(f"--max-memory must be a size such as 20GiB or 500MB, got {text!r}.") from None
+    return text
