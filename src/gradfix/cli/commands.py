@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import typer
@@ -97,6 +98,7 @@ def _plan(config: configs.PlanConfig, *, json_out: str | None, quiet: bool) -> N
     table(f"{config.target}: {result.samples} samples", header, result.rows(), quiet)
     disk = {name.replace("_", " "): f"{size / 2**30:.2f} GiB" for name, size in result.disk.items()}
     table("disk", ("", ""), list(disk.items()), quiet)
+    say_notes(result.notes, quiet)
     if not result.fits:
         say("no way fits the memory there is: more --devices, or --dtype bf16", quiet)
 
@@ -167,19 +169,25 @@ def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> N
 
 def _compare(config: configs.CompareConfig, *, json_out: str | None, quiet: bool) -> None:
     from gradfix.workflows.comparing import run_compare
+    from gradfix.workflows.shipping import ship_command
 
     with stages(quiet) as stage:
         results = run_compare(config, json_out, stage)
     write_text_or_stdout(results.to_json(), json_out)
-    _show(results, quiet or json_out == "-", config.report)
+    _show(results, quiet or json_out == "-", config.report, partial(ship_command, config))
 
 
-def _show(results: Any, quiet: bool, report: str | None) -> None:
+def _show(
+    results: Any, quiet: bool, report: str | None, ship: Callable[[Any], str | None] = lambda _: None
+) -> None:
     header, *cells = results.table()
     table("accuracy on test, mean and spread over seeds", header, cells, quiet)
     for verdict in results.verdicts:
         name = f"{verdict['pair']}: " if verdict.get("pair") else ""
         say(f"\n{name}{verdict['text']}", quiet)
+        command = ship(verdict)
+        if command:
+            say(f"ship it with: {command}", quiet)
     say_notes(results.notes, quiet)
     if report:
         say(f"\nwrote {report}", quiet)

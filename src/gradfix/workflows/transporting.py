@@ -19,7 +19,7 @@ from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.descent import check_descent
 from gradfix.diagnostics import mean_loss
-from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.errors import IncompatibleCheckpoints
 from gradfix.masks import MASKS
 from gradfix.meter import Meter, nbytes
 from gradfix.preflight import plan_transport
@@ -38,6 +38,7 @@ from gradfix.workflows.guard import number_or_auto, refuse_broken, sole_writer
 from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, read_unlabelled, setting
+from gradfix.workflows.shipping import spelled_out
 from gradfix.workflows.voting import on_disk
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ Stage = Callable[[str], None]
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, vote, choose alpha, write, score. Nothing is written before every check has passed."""
+    config = spelled_out(config)
     _check_words(config)
     base, target = open_checkpoint(config.base), open_checkpoint(config.target)
     tuned = open_checkpoint(config.tuned, base=base)
@@ -153,8 +155,6 @@ def _lender(config: TransportConfig) -> str | None:
 
 def _check_words(config: TransportConfig) -> None:
     MASKS[config.mask]
-    if config.method not in ("mask", "best"):
-        raise UsageError(f"no method called {config.method!r}; there are: mask, best.")
     for name in ("alpha", "margin"):
         number_or_auto(f"--{name}", getattr(config, name))
 
@@ -327,7 +327,7 @@ class _Transport:
     def _test_score(self) -> dict[str, float] | None:
         if not self.shots.test:
             return None
-        return evaluate(self.bound.model, self.bound, self.bound.batches(self.shots.test, 32))
+        return evaluate(self.bound.model, self.bound, self.bound.scoring_batches(self.shots.test, 32))
 
     def _write(
         self,
