@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.merging.bundles import Bundle
 from gradfix.pieces import Buffers
 from gradfix.preflight import Plan
 from gradfix.threads import ahead, piece_workers
 from gradfix.transported import mask_piece
+from gradfix.updates import SPAN
 from gradfix.votes.ballot import Ballot
 from gradfix.votes.tally import SignVotes
 
+T = TypeVar("T")
 Votes = SignVotes | str | os.PathLike[str]
 
 
@@ -54,11 +57,28 @@ class Differences(Bundle):
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
-        """For a method's statistics; `counting` hears how many bytes of the files went by."""
-        raw = self.raw(name, size, lambda c: c.chunks(name, size))
-        if self.counting is not None:
-            raw = _heard(raw, self.counting)
-        return ahead(self.pool, lambda piece: self.all_shown(piece, self.deltas(self.widened(piece))), raw)
+        walk = self._heard([name], size)
+        return ahead(self.pool, lambda raw: self.all_shown(raw, self.deltas(self.widened(raw))), walk)
+
+    def measured(self, measure: Callable[[list[Tensor]], T], name: str | None = None) -> Iterator[T]:
+        names = sorted(self.shapes) if name is None else [name]
+        room = Buffers()
+
+        def shown(raw: Raw) -> list[Tensor]:
+            return self.all_shown(raw, self.deltas(self.widened(raw, room), room))
+
+        def work(stretch: Raw) -> list[T]:
+            return [measure(shown(raw)) for raw in stretch.parts(CHUNK)]
+
+        return chain.from_iterable(ahead(self.pool, work, self._heard(names, SPAN * CHUNK)))
+
+    def _heard(self, names: Iterable[str], size: int) -> Iterator[Raw]:
+        """A walk for a method's statistics; `counting` hears how many bytes of the files went by."""
+        for name in names:
+            for raw in self.raw(name, size, lambda source, name=name: source.chunks(name, size)):  # type: ignore[misc]
+                if self.counting is not None:
+                    self.counting(sum(p.numel() * p.dtype.itemsize for p in raw.pieces.values()))
+                yield raw
 
     def raw(self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]) -> Iterator[Raw]:
         """Every distinct file once, and what each mask is shown."""
@@ -99,15 +119,16 @@ class Differences(Bundle):
         return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
 
 
-def _heard(walk: Iterator[Raw], counting: Callable[[int], None]) -> Iterator[Raw]:
-    for raw in walk:
-        yield raw
-        counting(sum(piece.numel() * piece.dtype.itemsize for piece in raw.pieces.values()))
-
-
 @dataclass(frozen=True)
 class Raw:
     """The same stretch of every file (by the checkpoint's id) and of every ballot."""
 
     pieces: dict[int, Tensor]
     seen: list[Tensor | None]
+
+    def parts(self, size: int) -> Iterator[Raw]:
+        """The stretch in pieces of `size` entries; the last may be shorter."""
+        for first in range(0, len(next(iter(self.pieces.values()))), size):
+            here = slice(first, first + size)
+            seen = [None if votes is None else votes[here] for votes in self.seen]
+            yield Raw({key: piece[here] for key, piece in self.pieces.items()}, seen)

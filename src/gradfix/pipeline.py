@@ -72,8 +72,9 @@ class Pipeline:
         self._journal = Journal(staging)
         self._writers: dict[str, SafetensorsWriter] = {}
         self._done: dict[str, Future[str]] = {}
-        with ExitStack() as self._open, one_thread(), self.hashes, ThreadPoolExecutor(1) as self._closer:
-            with piece_workers() as pool:
+        with ExitStack() as self._open, one_thread(), ThreadPoolExecutor(1) as self._closer:
+            # Reading, hashing and writing take a core of their own; a worker there would wait for Python's lock.
+            with piece_workers(spare=int(self.update.light)) as pool:
                 for job, result in ahead(pool, _Job.run, self._jobs()):
                     self._take(job, result)
             hashes = {file: self._done[file].result() for file in layout}
@@ -179,6 +180,7 @@ class Pipeline:
         for piece, target, seen in zip(self.update.pieces(name), targets, votes, strict=False):
             yield len(target), partial(self._move, name, content, piece, target, seen), piece
 
+    @torch.inference_mode()
     def _move(
         self, name: str, content: Content, piece: Piece, target: Tensor, seen: Tensor | None
     ) -> tuple[Tensor, Fate]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 
 MOST_WORKERS = 4
-LARGE_BLOCK = 31 << 20  # glibc learns from blocks up to 32 MiB
+LARGE_BLOCK = 8 << 20
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -32,10 +32,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def piece_workers() -> ThreadPoolExecutor:
-    """Workers for `ahead`; each runs torch on one thread."""
+def piece_workers(spare: int = 0) -> ThreadPoolExecutor:
+    """Workers for `ahead`, one per core but for the `spare` ones; each runs torch on one thread."""
     _keep_freed_memory()
-    count = min(os.cpu_count() or 1, MOST_WORKERS)
+    count = max(1, min((os.cpu_count() or 1) - spare, MOST_WORKERS))
     return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
 
 

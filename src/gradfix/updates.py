@@ -17,7 +17,7 @@ from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.pieces import Buffers
 
 SPAN = 2  # chunks read at a time
-BLOCK = 1 << 18  # entries computed at a time
+BLOCK = 1 << 18  # entries computed at a time: fewer lie deeper in the cache, but make the threads wait for Python
 
 
 class Piece(ABC):
@@ -36,6 +36,8 @@ class Piece(ABC):
 
 class Update(ABC):
     """The pieces of every tensor, and what is counted of them."""
+
+    light = True  # is the arithmetic less work than reading, hashing and writing?
 
     @abstractmethod
     def piece_size(self, name: str) -> int: ...
@@ -84,7 +86,8 @@ class _Pair(Piece):
         double = torch.float64 in (self.base.dtype, self.tuned.dtype)
         dtype = torch.float64 if double else torch.float32
         buffers = self.owner.buffers
-        for base, tuned in zip(self.base.split(BLOCK), self.tuned.split(BLOCK), strict=True):
+        for first in range(0, len(self.base), BLOCK):
+            base, tuned = self.base[first : first + BLOCK], self.tuned[first : first + BLOCK]
             before, after = buffers.wide("base", base, dtype), buffers.wide("tuned", tuned, dtype)
             room = buffers.empty("delta", len(base), dtype) if after is tuned else after
             delta = torch.sub(after, before, out=room)

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from gradfix.checkpoints.open import CHUNK
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Bundle(ABC):
         """All pieces, in an order of names that does not depend on where the vectors live."""
         for name in sorted(self.shapes):
             yield from self.pieces(name, CHUNK)
+
+    def measured(self, measure: Callable[[list[Tensor]], T], name: str | None = None) -> Iterator[T]:
+        """`measure` of all pieces (of one tensor, where named), in the order of the walk.
+
+        A bundle with workers lets them do it, so `measure` must not keep the pieces."""
+        return map(measure, self.walk() if name is None else self.pieces(name, CHUNK))
 
     def numel(self, name: str | None = None) -> int:
         names = self.shapes if name is None else [name]

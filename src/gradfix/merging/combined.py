@@ -5,7 +5,7 @@ The files are hashed and every vector is counted on the way; an interrupted run 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from gradfix.errors import CorruptInput
 from gradfix.fates import Fate, total
 from gradfix.merging.bundles import Merge, Place, Rule
 from gradfix.pieces import Buffers, all_finite, nonzeros
-from gradfix.updates import Piece, Update
+from gradfix.updates import SPAN, Piece, Update
 
 
 class Combined(Update):
@@ -28,16 +28,21 @@ class Combined(Update):
     def __init__(self, bundle: Differences, method: Merge, rule: Rule, hashes: InputHashes) -> None:
         self.bundle, self.method, self.rule, self.hashes = bundle, method, rule, hashes
         self.room = Buffers()
+        self.light = "density" not in method.options  # to trim or to draw is more work than to add
         self._counts: dict[str, list[Fate]] = {}
 
     def piece_size(self, name: str) -> int:
+        return SPAN * self.rule_size(name)
+
+    def rule_size(self, name: str) -> int:
+        """The entries a rule is shown at a time."""
         return self.method.piece_size(self.bundle.shapes[name])
 
     def pieces(self, name: str) -> Iterator[Piece]:
         size = self.piece_size(name)
         walk = self.bundle.raw(name, size, lambda source: self.hashes.chunks(source, name, size))
-        for index, raw in enumerate(walk):
-            yield _Stretch(self, Place(name, self.bundle.shapes[name], index), raw)
+        for number, raw in enumerate(walk):
+            yield _Stretch(self, name, number * SPAN, raw)
 
     def took(self, name: str, piece: Piece) -> None:
         assert isinstance(piece, _Stretch)
@@ -57,40 +62,46 @@ class Combined(Update):
 
 
 class _Stretch(Piece):
-    """The same stretch of all files."""
+    """The same stretch of all files, shown to the rule in parts."""
 
-    def __init__(self, owner: Combined, place: Place, raw: Raw) -> None:
-        self.owner, self.place, self.raw = owner, place, raw
-        self.counts: list[Fate] = []
+    def __init__(self, owner: Combined, name: str, index: int, raw: Raw) -> None:
+        self.owner, self.name, self.index, self.raw = owner, name, index, raw
+        self.counts = [Fate() for _ in owner.bundle.sides]
 
     def blocks(self) -> Iterator[Tensor]:
+        shape = self.owner.bundle.shapes[self.name]
+        for index, part in enumerate(self.raw.parts(self.owner.rule_size(self.name)), self.index):
+            yield self.owner.rule(Place(self.name, shape, index), self._shown(part))
+
+    def _shown(self, part: Raw) -> list[Tensor]:
+        """What the masks leave of the vectors, counted."""
         bundle, room = self.owner.bundle, self.owner.room
-        wide = bundle.widened(self.raw, room)
+        wide = bundle.widened(part, room)
         bases = {id(side.base): wide[id(side.base)] for side in bundle.sides}
         squares = {key: float(torch.dot(base, base)) for key, base in bases.items()}
         deltas = bundle.deltas(wide, room)
-        shown = bundle.all_shown(self.raw, deltas)
-        self.counts = self._counted(deltas, shown, squares)
-        yield self.owner.rule(self.place, shown)
+        shown = bundle.all_shown(part, deltas)
+        for place, side in enumerate(bundle.sides):
+            counted = self._counted(side, part, deltas[place], shown[place])
+            counted.base_square = squares[id(side.base)]
+            self.counts[place].add(counted)
+        return shown
 
-    def _counted(self, deltas: list[Tensor], shown: list[Tensor], squares: Mapping[int, float]) -> list[Fate]:
-        counts = []
-        for side, delta, left in zip(self.owner.bundle.sides, deltas, shown, strict=True):
-            square = float(torch.dot(delta, delta))
-            if not math.isfinite(square):
-                self._blame(side)
-            if side.ballot is not None:
-                nonzero, kept = nonzeros(delta), nonzeros(left)
-            else:  # nothing is dropped, and a square above zero says that there is something
-                nonzero = kept = delta.numel() if square > 0 else nonzeros(delta)
-            counts.append(Fate(nonzero, kept, tau_square=square, base_square=squares[id(side.base)]))
-        return counts
+    def _counted(self, side: Side, part: Raw, delta: Tensor, left: Tensor) -> Fate:
+        square = float(torch.dot(delta, delta))
+        if not math.isfinite(square):
+            self._blame(side, part)
+        if side.ballot is not None:
+            return Fate(nonzeros(delta), nonzeros(left), tau_square=square)
+        # Nothing is dropped, and a square above zero says that there is something.
+        nonzero = delta.numel() if square > 0 else nonzeros(delta)
+        return Fate(nonzero, nonzero, tau_square=square)
 
-    def _blame(self, side: Side) -> None:
+    def _blame(self, side: Side, part: Raw) -> None:
         for checkpoint in (side.base, side.tuned):
-            if not all_finite(self.raw.pieces[id(checkpoint)]):
+            if not all_finite(part.pieces[id(checkpoint)]):
                 raise CorruptInput(
-                    f"tensor {self.place.name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
+                    f"tensor {self.name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
                 )
 
     def suspects(self) -> list[tuple[Checkpoint, Tensor]]:

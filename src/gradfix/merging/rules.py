@@ -6,13 +6,12 @@ weight; `density` is the share of entries a method keeps."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import CHUNK
 from gradfix.errors import UnsafeResult, UsageError
 from gradfix.merging.bundles import DENSITY, Bundle, Merge, Place, Rule, row_length
 from gradfix.merging.ranks import magnitudes_at
@@ -200,7 +199,7 @@ def slerp(bundle: Bundle, *, t: float = 0.5) -> Rule:
         raise UsageError(f"slerp takes exactly two vectors, got {bundle.count}.")
     if not 0 <= t <= 1:
         raise UsageError(f"t must lie between 0 and 1, got {t}.")
-    gram = _gram(bundle.walk(), 2)
+    gram = _gram(bundle)
     cosine = _cosine(gram, 0, 1)
     if cosine < -PARALLEL:
         raise UnsafeResult(
@@ -224,7 +223,7 @@ def model_stock(bundle: Bundle) -> Rule:
         raise UsageError("model_stock needs at least two vectors.")
     ratios: dict[str, float] = {}
     for name in bundle.shapes:
-        gram = _gram(bundle.pieces(name, CHUNK), count)
+        gram = _gram(bundle, name)
         pairs = [_cosine(gram, i, j) for i in range(count) for j in range(i + 1, count)]
         cosine = max(sum(pairs) / len(pairs), 0.0)
         ratios[name] = count * cosine / (1 + (count - 1) * cosine)
@@ -281,17 +280,14 @@ def _levels(
 ) -> Callable[[str], list[list[float]]]:
     """Every vector's magnitudes at the ranks wanted, within each tensor or over the whole vector."""
 
-    def search(walk: Callable[[], Iterator[list[Tensor]]], entries: int) -> list[list[float]]:
-        return magnitudes_at(walk, [ranks(vector, entries) for vector in range(bundle.count)], bundle.dtype)
+    def search(name: str | None = None) -> list[list[float]]:
+        wanted = [ranks(vector, bundle.numel(name)) for vector in range(bundle.count)]
+        return magnitudes_at(lambda measure: bundle.measured(measure, name), wanted, bundle.dtype)
 
     if not per_tensor:
-        everywhere = search(bundle.walk, bundle.numel())
+        everywhere = search()
         return lambda name: everywhere
-    found = {
-        name: search(lambda name=name: bundle.pieces(name, CHUNK), bundle.numel(name))  # type: ignore[misc]
-        for name in bundle.shapes
-        if bundle.numel(name)
-    }
+    found = {name: search(name) for name in bundle.shapes if bundle.numel(name)}
     return found.__getitem__
 
 
@@ -316,14 +312,18 @@ def _ranks_in_rows(rows: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(1, order, numbers)
 
 
-def _gram(walk: Iterator[list[Tensor]], count: int) -> list[list[float]]:
+def _gram(bundle: Bundle, name: str | None = None) -> list[list[float]]:
     """Dot products of all pairs, summed in float64 in the order of the walk."""
-    gram = [[0.0] * count for _ in range(count)]
-    for pieces in walk:
+    pairs = [(i, j) for i in range(bundle.count) for j in range(i, bundle.count)]
+    gram = [[0.0] * bundle.count for _ in range(bundle.count)]
+
+    def products(pieces: list[Tensor]) -> list[float]:
         wide = [piece.double() for piece in pieces]
-        for i in range(count):
-            for j in range(i, count):
-                gram[i][j] += float((wide[i] * wide[j]).sum())
+        return [float((wide[i] * wide[j]).sum()) for i, j in pairs]
+
+    for found in bundle.measured(products, name):
+        for (i, j), product in zip(pairs, found, strict=True):
+            gram[i][j] += product
     return gram
 
 
