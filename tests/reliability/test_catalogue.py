@@ -166,7 +166,8 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         f"{SHARE}::test_a_share_of_the_series_is_clean",
     ),
     "full disk": (
-        f"{WRITING}::test_a_disk_without_room_is_known_before_the_first_byte", f"{SHARE}::test_a_share_of_the_series_is_clean",
+        f"{WRITING}::test_a_disk_without_room_is_known_before_the_first_byte",
+        f"{WRITING}::test_a_flush_that_fails_on_the_way_is_not_forgotten", f"{SHARE}::test_a_share_of_the_series_is_clean",
     ),
     "kill": (
         f"{SHARE}::test_a_share_of_the_series_is_clean", f"{WRITING}::test_a_writer_killed_between_the_renames_loses_nothing",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,3 +166,26 @@ def test_the_batch_halves_only_when_allowed_and_is_recorded(
     assert said.code == 0 and "batch size 16 ran out of memory; 2 was used" in said.err
     assert SignVotes.load(out).origin["settings"]["batch_size"] == 2
     assert out.read_bytes() == small.read_bytes()
+
+
+def test_a_flush_that_fails_on_the_way_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a failed write once; the flush at the end would say that all is well."""
+    answers = iter([OSError(errno.EIO, os.strerror(errno.EIO))])
+
+    def flush(_: int) -> None:
+        error = next(answers, None)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(os, "fdatasync", flush)
+    monkeypatch.setattr("gradfix.checkpoints.safetensors_writer.FLUSH_BYTES", 1)
+    tensors = {f"w{number}": torch.ones(9) for number in range(5)}
+    real = write.SafetensorsWriter.write
+    monkeypatch.setattr(
+        write.SafetensorsWriter, "write", lambda self, piece: (real(self, piece), time.sleep(0.02))[0]
+    )
+    with pytest.raises(OutputError, match="input/output error. Choose another place"):
+        write.save_tensors(tmp_path / "w.safetensors", tensors, {})
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import gradfix
+from gradfix.checkpoints import safetensors_writer
 from gradfix.checkpoints.write import save_tensors, write_text
 from gradfix.errors import GradfixError
 from tests.reliability.world import hashes
@@ -130,6 +131,7 @@ def failing_writes(home: Path) -> Series:
     kinds: dict[str, Work] = {
         "transport": transport_work(roles, place / "out"),
         "overwrite": transport_work(roles, place / "out", overwrite=True),
+        "flushed on the way": _eager(transport_work(roles, place / "out")),
         "votes": lambda: save_tensors(place / "v.safetensors", {"w": torch.ones(9, dtype=torch.int8)}, {}),
         "text": lambda: write_text(place / "results.json", "{}\n" * 1000),
     }
@@ -152,6 +154,16 @@ def failing_writes(home: Path) -> Series:
             else:
                 outcomes.append(Outcome("refused" if code else "same"))
     return Series.of("failing writes", outcomes, began)
+
+
+def _eager(work: Work) -> Work:
+    """The same work, with the disk asked to begin after every piece and not after many megabytes."""
+
+    def eager() -> None:
+        safetensors_writer.FLUSH_BYTES = 1
+        work()
+
+    return eager
 
 
 def _fresh(place: Path, roles: dict[str, Path], kind: str) -> dict[str, str]:

@@ -61,7 +61,7 @@ def install(counter: Counter) -> None:
 
     builtins.open = watched_open  # type: ignore[assignment]
     io.open = watched_open  # type: ignore[assignment]
-    for name in ("mkdir", "rename", "replace", "fsync", "sendfile"):
+    for name in ("mkdir", "rename", "replace", "fsync", "fdatasync", "sendfile"):
         setattr(os, name, _counted(getattr(os, name), counter))
     real_low = os.open
 

@@ -92,6 +92,8 @@ class SafetensorsWriter:
     def _flush(self) -> None:
         """Let the disk begin while there is more to come, instead of waiting for all of it at the end."""
         if self._flushing is None or self._flushing.done():
+            if self._flushing is not None:
+                self._flushing.result()  # a failed write is told of once: the flush at the end would not know
             self._flushed = self.size
             self._flushing = self._flusher.submit(os.fdatasync, self._file.fileno())
 
