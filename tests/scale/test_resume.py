@@ -14,7 +14,9 @@ import gradfix
 from gradfix.checkpoints.journal import JOURNAL
 from gradfix.meter import Meter
 from gradfix.votes.tally import SignVotes
+from tests.adapters import load, train_adapter
 from tests.scale.interrupting import content, interrupt
+from tests.tiny import save_tiny
 
 SHAPES = {"a": (40, 50), "b": (7,), "c": (60, 50), "d": (30, 50), "e": (3, 3)}
 BYTES = sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
@@ -96,6 +98,25 @@ def test_other_settings_start_again(job, tmp_path):
     gradfix.transport_checkpoint(**other, out=tmp_path / "out", progress=steps.append)
     gradfix.transport_checkpoint(**other, out=tmp_path / "whole")
     assert steps[0] == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_an_adapter_and_other_views_of_files_resume_too(tmp_path):
+    """A LoRA folder, whose base carries another prefix than the target."""
+    from safetensors.torch import load_file
+
+    base = save_tiny("llama", tmp_path / "base", seed=0)
+    target = save_tiny("llama", tmp_path / "target", seed=1)
+    train_adapter(load(base, "CausalLM"), tmp_path / "lora", target_modules=["q_proj", "gate_proj"])
+    bare = {n.removeprefix("model."): t for n, t in load_file(target / "model.safetensors").items()}
+    save_file(bare, target / "model.safetensors", {"format": "pt"})
+    job = {"base": base, "tuned": tmp_path / "lora", "target": target, "mask": "none"}
+    gradfix.transport_checkpoint(**job, out=tmp_path / "whole")
+    size = (target / "model.safetensors").stat().st_size
+    _interrupt(job, tmp_path / "out", size // 2, "SIGKILL")
+    steps: list[int] = []
+    gradfix.transport_checkpoint(**job, out=tmp_path / "out", progress=steps.append)
+    assert steps[0] > 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
