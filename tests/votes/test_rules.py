@@ -102,7 +102,17 @@ def _broadcast(s: Sizes) -> Layer:
     return Layer(s, run, shift=torch.randn(s["tokens"], 1), **weights)
 
 
+def _attention(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        heads = x[:, None].expand(-1, 2, -1, -1)
+        keys = torch.cat([heads, heads.cos()], 2)
+        return F.scaled_dot_product_attention(heads, keys, keys.sin(), attn_mask=m.bias.exp())
+
+    return Layer(s, run, bias=torch.randn(1, 2, s["tokens"], 2 * s["tokens"]))
+
+
 LAYERS = {
+    "attention": [_attention],
     "linear": [_linear],
     "matmul": [_matmul, _addmm],
     "conv": [_conv, _patches],
@@ -187,3 +197,18 @@ def test_mixed_samples_have_no_layout() -> None:
     everywhere = torch.ones(3, 4, dtype=torch.bool)
     assert explain(candidates((3, 4), 3), (3, 4), 3, [(1, everywhere), (2, everywhere)]) is None
     assert explain([Layout(0, 1)], (3, 4), 3, [(1, ~everywhere)]) == Layout(0, 1)
+
+
+@pytest.mark.parametrize(("block_bytes", "block_samples"), [(1, 3), (4096, 4), (2**20, 16)])
+def test_products_in_blocks_fold_exactly(
+    block_bytes: int, block_samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradfix.votes import forms
+
+    monkeypatch.setattr(forms, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(forms, "BLOCK_SAMPLES", block_samples)
+    torch.manual_seed(0)
+    left, right = (torch.randint(-1, 2, (10, forms.MANY_TOKENS, width)).double() for width in (70, 5))
+    votes = torch.ones(5, 70, dtype=torch.int8).T
+    Product(left, right).fold(votes)
+    assert torch.equal(votes, 1 - torch.bmm(left.mT, right).sign().sum(0).to(torch.int8))

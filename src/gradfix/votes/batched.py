@@ -77,7 +77,7 @@ def _run_again(known: Repeats, model: nn.Module, loss: Loss, batch: Batch, tally
         if plan is None or not plan.light or plan.left_out or plan.ragged:
             known.refuse("some weights are voted on in other ways")
         else:
-            record_pass(known, batch, tally, count, functools.partial(_pass, plan, model, loss, count))
+            record_pass(known, tally, count, functools.partial(_pass, plan, model, loss, count))
     if known.recording is not None:
         known.recording.fold(tensors_of(batch), tally)
     elif known.seen == WATCHED and not known.reason:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from gradfix.votes import kernels
 
-# On a CPU: gradients made before they are signed and summed, few enough for the cache.
+# On a CPU. With few tokens the products are too small to be cut into blocks.
+MANY_TOKENS = 64
+# Gradients made before they are signed and summed, few enough for the cache.
 BLOCK_BYTES = 8 * 2**20
 BLOCK_SAMPLES = 16
 LEAST_ROWS = 32
@@ -56,12 +58,23 @@ class Product:
         if self.left.shape[1] == 1:
             self._fold_single_token(votes)
         elif not kernels.fold_product(self.left, self.right, votes):
-            self._fold_in_blocks(votes)
+            if self.left.shape[1] < MANY_TOKENS:
+                self._fold_sample_by_sample(votes)
+            else:
+                self._fold_in_blocks(votes)
 
     def _fold_single_token(self, votes: Tensor) -> None:
         """The sign of an outer product is the outer product of signs: one product for all samples."""
         left, right = self.left[:, 0].sign().float(), self.right[:, 0].sign().float()
         votes.sub_((left.T @ right).to(votes.dtype))
+
+    def _fold_sample_by_sample(self, votes: Tensor) -> None:
+        gradient = self.left.new_empty(self.shape)
+        signs = torch.zeros_like(gradient, dtype=torch.float32 if self.samples > 256 else None)
+        for left, right in zip(self.left, self.right):
+            torch.mm(left.T, right, out=gradient)
+            signs.add_(gradient.sign_())
+        votes.sub_(signs.to(votes.dtype))
 
     def _fold_in_blocks(self, votes: Tensor) -> None:
         """A few samples and rows at a time, so that gradients are signed and summed while the cache holds them."""

@@ -1,8 +1,8 @@
 """Passes recorded once and played again, for batches that look the same: CUDA graphs for the batched engine.
 
-Where launching a pass takes longer than computing it, the third batch of a kind is recorded and later ones are only
-played. A recording is trusted after it has repeated the votes of another batch; one that cannot be made, or does not
-repeat them, is refused and the pass runs as before. It holds a pass's memory until `drop`, so there is one per model."""
+Where launching a pass takes longer than computing it, the second batch of a kind is watched, the third recorded, and
+later ones are only played. A recording must repeat the votes of the batch that was watched, in less time; one that does
+not, or cannot be made, is refused and passes run as before. It holds a pass's memory until `drop`, so a model has one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,26 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradfix.votes.loop import Batch, Loss, NotFinite
 from gradfix.votes.tally import Tally
 
 Pass = Callable[[Batch, Tally], Tensor]  # folds a batch's votes, gives whether all its losses are finite
 
-IDLE_SHARE = 0.1  # of a pass: a device that is done this soon after the last launch was waiting for launches
+IDLE_SHARE = 0.3  # of a pass: a device that is done this soon after the last launch was waiting for launches
 # Votes of another batch differ by more than they are large; reordered sums change a few of them.
 ALLOWED_CHANGE = 0.25
+COMPARED = 16384  # votes of each weight, enough to tell
 _PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass
+class Example:
+    """A batch and the first of the votes each weight got from it; the batch is where a recording finds its inputs."""
+
+    batch: Batch
+    votes: dict[str, Tensor]
 
 
 @dataclass
@@ -37,7 +46,7 @@ class Repeats:
     seen: int = 0
     reason: str = ""  # why passes of this kind are not recorded
     seconds: float = 0.0  # of a pass that is not recorded
-    example: tuple[list[Tensor], Tally] | None = None
+    example: Example | None = None
     recording: Recording | None = None
 
     def refuse(self, reason: str) -> None:
@@ -46,34 +55,34 @@ class Repeats:
 
 @dataclass
 class Recording:
-    """A pass whose inputs are copied into place and whose votes are read from `votes` after `play`."""
+    """A pass that reads its inputs from `inputs` and leaves its votes in `votes`."""
 
     inputs: list[Tensor]
     votes: Tally
     finite: Tensor
     play: Callable[[], None]
 
-    def run(self, leaves: Sequence[Tensor]) -> bool:
+    def run(self) -> bool:
         """Whether all losses are finite; only then do the votes mean anything."""
-        for own, leaf in zip(self.inputs, leaves):
-            own.copy_(leaf, non_blocking=True)
         self.play()
         return bool(self.finite)
 
     def fold(self, leaves: Sequence[Tensor], tally: Tally) -> None:
-        if not self.run(leaves):
+        for own, leaf in zip(self.inputs, leaves):
+            own.copy_(leaf, non_blocking=True)
+        if not self.run():
             raise NotFinite
         add(self.votes, tally)
 
-    def seconds(self, leaves: Sequence[Tensor]) -> float:
+    def seconds(self) -> float:
         start = time.perf_counter()
-        self.run(leaves)
+        self.run()
         return time.perf_counter() - start
 
-    def repeats(self, leaves: Sequence[Tensor], expected: Tally) -> bool:
-        if not self.run(leaves):
+    def repeats(self, expected: dict[str, Tensor]) -> bool:
+        if not self.run():
             return False
-        pairs = [(own.float(), expected[name].float()) for name, own in self.votes.items()]
+        pairs = [(own.float(), expected[name].float()) for name, own in _first(self.votes).items()]
         change = torch.stack([(own - other).abs().sum() for own, other in pairs]).sum()
         size = torch.stack([other.abs().sum() for _, other in pairs]).sum()
         return bool(change <= ALLOWED_CHANGE * size)
@@ -151,18 +160,19 @@ def watch_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Call
     elif end - launched > IDLE_SHARE * (end - start):
         known.refuse("the device is busy all the time")
     else:
-        known.seconds, known.example = end - start, ([leaf.clone() for leaf in tensors_of(batch)], trial)
+        votes = {name: part.clone() for name, part in _first(trial).items()}
+        known.seconds, known.example = end - start, Example(tree_map_only(Tensor, _copy, batch), votes)
 
 
-def record_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Pass) -> None:
-    """Record this pass, and keep the recording if it repeats the example's votes."""
+def record_pass(known: Repeats, tally: Tally, count: int, run: Pass) -> None:
+    """Record a pass, and keep the recording if it repeats the example's votes in less time."""
     assert known.example is not None
-    (leaves, expected), known.example = known.example, None
+    example, known.example = known.example, None
     try:
-        recording = _recorded(batch, tally, count, run)
-        if not recording.repeats(leaves, expected):
+        recording = _recorded(example.batch, tally, count, run)
+        if not recording.repeats(example.votes):
             known.refuse("the recording does not repeat the votes")
-        elif recording.seconds(leaves) > known.seconds:
+        elif recording.seconds() > known.seconds:
             known.refuse("playing it takes longer than launching it")
         else:
             known.recording = recording
@@ -171,22 +181,24 @@ def record_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Pas
 
 
 def _recorded(batch: Batch, tally: Tally, count: int, run: Pass) -> Recording:
-    leaves, shape = tree_flatten(batch)
-    own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    for copy, leaf in zip(own, leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            copy.requires_grad_()
     votes = Tally(tally.parameters)
     votes.reserve(count)
-    inside = tree_unflatten(own, shape)
-    inputs = [leaf.detach() for leaf in own if isinstance(leaf, Tensor)]
+    inputs = [leaf.detach() for leaf in tensors_of(batch)]
     finite = torch.zeros((), dtype=torch.bool, device=inputs[0].device)
 
     def once() -> None:
         torch._foreach_zero_([buffer for _, buffer in votes.items()])
-        finite.copy_(run(inside, votes))
+        finite.copy_(run(batch, votes))
 
     return Recording(inputs, votes, finite, capture(once))
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _first(votes: Tally) -> dict[str, Tensor]:
+    return {name: buffer.flatten()[:COMPARED] for name, buffer in votes.items()}
 
 
 def capture(once: Callable[[], None]) -> Callable[[], None]:

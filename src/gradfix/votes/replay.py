@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -113,6 +114,29 @@ class Broadcast(_Replayed):
             return None
         found = fused_sums(gradient, data[0], samples, "plain")
         return None if found is None else {role: found["weight"]}
+
+
+@register("attention")
+class Attention(Broadcast):
+    """Attention under a mask that is made of weights, the same for every sample: relative position biases."""
+
+    functions = (F.scaled_dot_product_attention,)
+    owns_output = False
+
+    def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
+        call = super().read(args, kwargs, is_weight)
+        if call is None or set(call.weights) & {"0", "1", "2"} or "0" not in call.inputs:
+            return None
+        return call
+
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+        return layout == Layout(0, 1) and super().allows(call, layout, output)
+
+    def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
+        # Fused kernels keep what the mask's gradient needs only where the queries ask for one, too.
+        inputs = {place: tensor.detach() for place, tensor in call.inputs.items()}
+        inputs["0"].requires_grad_()
+        return super().gradients(call.keep(inputs), gradient, samples)
 
 
 def _aligned(weight: Tensor, ndim: int) -> Tensor:
