@@ -312,7 +312,7 @@ def main() -> None:
     parser.add_argument("--suite", action="store_true", help="all measurements for one large GPU")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the benchmark itself")
     parser.add_argument(
-        "--time-limit", type=float, default=600, help="seconds after which nothing slow is started"
+        "--time-limit", type=float, default=190, help="seconds after which nothing slow is started"
     )
     parser.add_argument("--tf32", action="store_true", help="let float32 products use the tf32 matrix units")
     parser.add_argument("--profile", action="store_true", help="add the largest kernels of one run")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from gradfix import ENGINES, collect_votes
 from gradfix.errors import DataError
-from gradfix.votes.loop import take
+from gradfix.votes.batched import batched
+from gradfix.votes.loop import loop, take
+from gradfix.votes.tally import Tally
 from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
 
 Batch = dict[str, Tensor]
@@ -213,6 +215,15 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(SAMPLES, 4, 6).double().requires_grad_(reentrant)
     assert_same_votes(Checkpointed().double(), image_loss, {"x": x, "y": torch.arange(SAMPLES) % 2})
+
+
+def test_a_compiled_model_votes_as_what_it_was_compiled_from() -> None:
+    model, loss, batch = make_case("vit")
+    expected, found = Tally(dict(model.named_parameters())), Tally(dict(model.named_parameters()))
+    for _ in range(3):
+        loop(model, loss, batch, expected)
+        batched(torch.compile(model, backend="eager"), loss, batch, found)
+    assert_equal_votes(dict(expected.items()), dict(found.items()))
 
 
 def test_mixed_precision_runs_and_agrees() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -121,6 +122,11 @@ def _garbage_later() -> Iterator[None]:
             gc.enable()
 
 
+def _uncompiled() -> AbstractContextManager[Any]:
+    """A compiled model hides its operations; what it was compiled from runs instead."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 def _forward(
     model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
 ) -> tuple[Votes | None, Tensor | None]:
@@ -155,7 +161,7 @@ def _trace(
     plan: Plan, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
 ) -> tuple[Votes, Tensor]:
     votes = Votes(plan, tally, count, _device(tally))
-    with votes, torch.enable_grad():
+    with _uncompiled(), votes, torch.enable_grad():
         losses = loss(model, batch)
     if votes.position != len(plan.steps):
         raise PlanMismatch("fewer operations than planned")
@@ -167,7 +173,7 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
     small = batch if whole else take(batch, slice(0, PLANNING_SAMPLES))
     count = batch_size(small)
     probe = Probe(tally.parameters, small, _device(tally))
-    with probe, torch.enable_grad():
+    with _uncompiled(), probe, torch.enable_grad():
         losses = loss(model, small)
     if losses.shape != (count,):
         raise DataError(
