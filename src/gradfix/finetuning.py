@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.open import raw_bytes
-from gradfix.checkpoints.safetensors_file import SafetensorsFile
-from gradfix.checkpoints.write import save_tensors
+from gradfix.checkpoints.state import State, save_state
 from gradfix.data.rows import Row, content_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry
@@ -249,30 +248,31 @@ class _Run:
         self.key = self._key()
         if not path.is_file():
             return 0
-        file = SafetensorsFile(path)
-        if file.metadata.get("format") != "gradfix.finetune" or file.metadata.get("key") != self.key:
+        saved = State(path)
+        if saved.about.get("format") != "gradfix.finetune" or saved.about.get("key") != self.key:
             raise CorruptInput(
                 f"{path} belongs to another fine-tune (other data, model or options). Delete it to start over."
             )
-        done = int(file.metadata["steps"])
-        state = {}
+        places = {name: index for index, name in enumerate(self.masters)}
+        state: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
-            for index, (name, master) in enumerate(self.masters.items()):
-                master.copy_(file.read(f"weight/{name}"))
-                if f"exp_avg/{name}" in file.entries:
-                    moments = {key: file.read(f"{key}/{name}") for key in ("exp_avg", "exp_avg_sq", "step")}
-                    state[index] = moments
+            for entry, tensor in saved.items():
+                kind, _, name = entry.partition("/")
+                if kind == "weight":
+                    self.masters[name].copy_(tensor)
+                else:
+                    state.setdefault(places[name], {})[kind] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
         self._publish()
-        return done
+        return int(saved.about["steps"])
 
     def save(self, path: Path, done: int) -> None:
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            tensors[f"weight/{name}"] = master.detach().cpu().contiguous()
+            tensors[f"weight/{name}"] = master
             for key, value in self.optimizer.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
-        save_tensors(path, tensors, {"format": "gradfix.finetune", "key": self.key, "steps": str(done)})
+                tensors[f"{key}/{name}"] = value
+        save_state(path, tensors, {"format": "gradfix.finetune", "key": self.key, "steps": str(done)})
 
 
 def _draws(count: int, recipe: Recipe) -> Iterator[list[int]]:

@@ -79,7 +79,15 @@ class Pipeline:
                     self._take(job, result)
             hashes = {file: self._done[file].result() for file in layout}
         self._journal.close()
+        self._put_in_order()
         return hashes
+
+    def _put_in_order(self) -> None:
+        """By file and place, also where a run went on from another: sums over the fates depend on their order."""
+        order = [name for contents in self._layout.values() for name in contents]
+        abstained = set(self.abstained)
+        self.fates = {name: self.fates[name] for name in order if name in self.fates}
+        self.abstained = [name for name in order if name in abstained]
 
     def _take(self, job: _Job, result: tuple[Tensor, Fate] | None) -> None:
         """Hand a computed piece to its file; note a whole tensor in the journal, close a whole file."""

@@ -180,6 +180,10 @@ CATALOGUE: dict[str, tuple[str, ...]] = {
         "tests/test_comparison.py::test_what_was_said_on_the_way_is_said_again",
         "tests/test_finetuning.py::test_resumed_equals_uninterrupted",
     ),
+    "damaged state": (
+        "tests/checkpoints/test_state.py::test_no_damage_goes_unseen", f"{SHARE}::test_a_share_of_the_series_is_clean",
+        "tests/scale/test_resume.py::test_a_damaged_beginning_is_written_again",
+    ),
     "out of memory": (
         f"{WRITING}::test_out_of_memory_is_an_error_unless_the_batch_may_shrink",
         f"{WRITING}::test_the_batch_halves_only_when_allowed_and_is_recorded",

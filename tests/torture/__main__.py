@@ -35,6 +35,7 @@ FULL = {
     "kills mid-vote": 200,
     "kills mid-finetune": 30,
     "kills mid-compare": 60,
+    "damaged states": 300,
     "kills mid-write": 100,
     "rival writers": 30,
 }
@@ -68,7 +69,7 @@ def run(
     """All series at this share, in the given folder."""
     prepare()
     from tests.reliability.world import make_world
-    from tests.torture import crashes, inputs, kills
+    from tests.torture import crashes, inputs, kills, states
 
     world = make_world(home / "world")
     count = {name: max(1, round(share * cases)) for name, cases in FULL.items()}
@@ -83,6 +84,7 @@ def run(
         "kills mid-vote": lambda: kills.kills_mid_vote(home, count["kills mid-vote"], world),
         "kills mid-finetune": lambda: kills.kills_mid_finetune(home, count["kills mid-finetune"], world),
         "kills mid-compare": lambda: kills.kills_mid_compare(home, count["kills mid-compare"], world),
+        "damaged states": lambda: states.damaged_states(home, count["damaged states"], world),
         "kills mid-write": lambda: crashes.kills_mid_write(home, count["kills mid-write"]),
         "failing writes": lambda: crashes.failing_writes(home),
         "rival writers": lambda: crashes.rival_writers(home, count["rival writers"]),

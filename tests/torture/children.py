@@ -23,6 +23,7 @@ SPARE_BYTES = 6 * 2**30
 PER_CHILD = 40
 CODES = {2, 3, 4, 5, 6, 7, 8}
 GOOD = ("same", "refused")
+BAD = ("wrong", "traceback", "signal", "hang", "execution")
 
 Case = Callable[[], tuple[str, str]]
 
@@ -178,4 +179,4 @@ class Series:
 
     @property
     def bad(self) -> int:
-        return len(self.faults)
+        return sum(self.counts.get(status, 0) for status in BAD)

@@ -11,17 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gradfix.comparison.searching import Search
 from tests.reliability.world import World, hashes
 from tests.torture.children import Outcome, Series, finish, kill, start
+from tests.torture.commands import compare_words, finetune_words, hastened, vote_words
 from tests.torture.crashes import CHILD_LIMIT, Work, relative
-
-SMALL = Search(
-    alphas=(0.5, 1.0), wider=(), probes=(1.0,), margins=(0.0, 0.5), rates=(1e-3,), steps=(2,), folds=2
-)  # fmt: skip
-METHODS = ("naive", "one_step", "few_shot", "gradfix", "veto", "fine_tuned")
 
 
 @dataclass(frozen=True)
@@ -73,83 +66,36 @@ class Ledger:
 
 
 def kills_mid_vote(home: Path, count: int, world: World) -> Series:
-    """`gradfix vote` by either rule, one sample per batch, its count saved after each."""
+    """`gradfix vote` by either rule."""
     out = home / "votes" / "votes.safetensors"
-
-    def work(rule: str) -> Work:
-        def vote() -> None:
-            from gradfix.votes.resume import resumable
-            from gradfix.workflows.configs import VoteConfig
-            from gradfix.workflows.voting import run_vote
-
-            torch.set_num_threads(1)
-            resumable.__defaults__ = (0.0,)
-            options = {"task": "zero-shot", "shots": 5, "batch_size": 1, "engine": "loop", "vote": rule}
-            run_vote(VoteConfig(**options, data=str(world.data), target=str(world.target), out=str(out)))  # type: ignore[arg-type]
-
-        return vote
-
-    jobs = [
-        Job("kills mid-vote", work(rule), out, out.with_name(f".{out.name}.part"), (world.target, world.data))
-        for rule in ("majority", "mean")
-    ]
-    return _kills(jobs, count)
+    saved, inputs = out.with_name(f".{out.name}.part"), (world.target, world.data)
+    rules = [hastened(vote_words(world, out, rule)) for rule in ("majority", "mean")]
+    return _kills([Job("kills mid-vote", work, out, saved, inputs) for work in rules], count)
 
 
 def kills_mid_finetune(home: Path, count: int, world: World) -> Series:
-    """`gradfix finetune`, its state saved after each step."""
+    """`gradfix finetune`."""
     out = home / "finetune" / "out"
-
-    def work() -> None:
-        import gradfix.finetuning
-        from gradfix.workflows.configs import FinetuneConfig
-        from gradfix.workflows.scoring import run_finetune
-
-        torch.set_num_threads(1)
-        gradfix.finetuning.SAVE_EVERY_SECONDS = 0.0
-        options = {"data": str(world.data), "task": "zero-shot", "steps": 8, "train_batch": 4, "lr": 1e-3}
-        run_finetune(FinetuneConfig(**options, model=str(world.base), out=str(out)))  # type: ignore[arg-type]
-
-    inputs = (world.base, world.data)
-    return _kills(
-        [Job("kills mid-finetune", work, out, out.with_name(f".{out.name}.finetune"), inputs)], count
-    )
+    saved, inputs = out.with_name(f".{out.name}.finetune"), (world.base, world.data)
+    work = hastened(finetune_words(world, out))
+    return _kills([Job("kills mid-finetune", work, out, saved, inputs)], count)
 
 
 def kills_mid_compare(home: Path, count: int, world: World) -> Series:
-    """`gradfix compare` with its clock stopped, so that its JSON must be the same to the byte."""
+    """`gradfix compare`: the same JSON to the byte, and at most one unit lost."""
     out = home / "compare" / "results.json"
     units = out.with_suffix(".work") / "units"
     ledger = Ledger(units, home / "begun")
-    words = ["compare", "--data", world.data, "--task", "zero-shot", "--validation", "none", "--quiet",
-             "--base", world.base, "--tuned", world.tuned, "--target", world.target, "--finetune-target",
-             "--finetune-steps", 4, "--shots", 2, "--seeds", 0, 1, "--methods", *METHODS, "--json", out]  # fmt: skip
+    compared = hastened(compare_words(world, out))
 
     def work() -> None:
-        import gradfix.finetuning
-        from gradfix.cli import run
-        from gradfix.comparison import arena, running
+        from gradfix.comparison import running
 
-        torch.set_num_threads(1)
-        gradfix.finetuning.SAVE_EVERY_SECONDS = 0.0
-        for module in (arena, running):
-            module.time = _StoppedClock  # type: ignore[attr-defined]
-        running.Search = lambda: SMALL  # type: ignore[assignment, misc]
         ledger.record(running._Run)
-        code = run([str(word) for word in words])
-        if code:
-            raise RuntimeError(f"compare exits with {code}")
+        compared()
 
     inputs = (world.base, world.tuned, world.target, world.data)
     return _kills([Job("kills mid-compare", work, out, units, inputs, ledger)], count)
-
-
-class _StoppedClock:
-    """Measured seconds are the one thing in a comparison that no two runs share."""
-
-    @staticmethod
-    def perf_counter() -> float:
-        return 0.0
 
 
 def _kills(jobs: list[Job], count: int) -> Series:

@@ -14,7 +14,7 @@ import pytest
 
 from gradfix.errors import CorruptInput
 from tests.torture.__main__ import FULL
-from tests.torture.children import Outcome, finish, run_cases, start
+from tests.torture.children import BAD, Outcome, Series, finish, run_cases, start
 from tests.torture.kills import Ledger
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_a_share_of_the_series_is_clean(tmp_path: Path) -> None:
     for name, cases in FULL.items():
         assert counts[name]["cases"] >= SHARE * cases // 1
     assert counts["failing writes"]["refused"] > 50
-    assert not set().union(*counts.values()) & {"wrong", "traceback", "signal", "hang", "execution"}
+    assert not set().union(*counts.values()) & set(BAD)
 
 
 def _crash() -> tuple[str, str]:
@@ -72,6 +72,8 @@ def test_every_kind_of_failure_is_told_apart() -> None:
     ]  # fmt: skip
     assert found[1] == Outcome("signal", "SIGKILL")
     assert [outcome.good for outcome in found] == [True, False, True, False, False, False, True]
+    series = Series.of("many", found * 10, began=0.0)
+    assert series.bad == 40 and len(series.faults) == 20  # all are counted, some are shown
 
 
 def test_a_writer_that_writes_in_place_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """How far an interrupted output got: the next run with the same inputs goes on after the last whole tensor.
 
 The journal lies in the staging folder beside the files it tells of and goes away before the manifest is
-written. Nothing is believed unless the bytes on disk still have the recorded hash."""
+written. Nothing is believed unless the bytes on disk still have the recorded hash, and no line of the journal
+behind one that is damaged."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix._version import __version__
-from gradfix.checkpoints.hashes import ALGORITHM, holds
+from gradfix.checkpoints.hashes import holds
 from gradfix.checkpoints.open import Checkpoint
 
 JOURNAL = ".journal.jsonl"
@@ -61,8 +62,8 @@ class Journal:
             if self._tensors.pop(file, None) is None:
                 return
             self._finished.pop(file, None)
-            self._file.truncate(0)
-            for record in [*self._finished.values(), *(r for some in self._tensors.values() for r in some)]:
+            self._file.truncate(0)  # a file's tensors come before the word that it is whole, here as well
+            for record in [*(r for some in self._tensors.values() for r in some), *self._finished.values()]:
                 self._append(record)
 
     def add(self, file: str, size: int, digest: str, **about: Any) -> None:
@@ -73,28 +74,30 @@ class Journal:
             self._append(record)
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
+        text = json.dumps(record)
+        self._file.write(f"{_check(text)} {text}\n".encode())
 
     def close(self) -> None:
         self._file.close()
         self.path.unlink(missing_ok=True)
 
 
+def _check(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The records of an earlier run; lines that a kill cut off are left out."""
+    """The records of an earlier run, up to the first line that a kill cut off or a disk damaged."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []
     records = []
     for line in lines:
-        try:
-            record = json.loads(line)
-            whole = isinstance(record["file"], str) and str(record["hash"]).startswith(f"{ALGORITHM}:")
-            int(record["bytes"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        records += [record] if whole else []
+        check, _, text = line.partition(" ")
+        if check != _check(text):
+            break
+        records.append(json.loads(text))
     return records
 
 

@@ -1,7 +1,7 @@
 """The folder a comparison works in: finished units and votes, each a file that is whole or absent.
 
 File names are hashes of everything the content depends on, so a folder can serve any number of comparisons
-and a stale entry is never read."""
+and a stale entry is never read. Contents carry their own hash, so a damaged one is never read either."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gradfix.checkpoints.hashes import hash_file, holds
 from gradfix.checkpoints.write import write_text
 from gradfix.comparison.arena import Store
 from gradfix.comparison.costs import Work
@@ -36,14 +37,17 @@ class Folder(Store):
         path = self._unit_path(key)
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return content["unit"]
+            if content["hash"] == digest(content["unit"]):
+                unit: dict[str, Any] = content["unit"]
+                return unit
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError):
-            raise CorruptInput(f"{path} is not a finished unit of work; remove it and run again.") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        raise CorruptInput(f"{path} is damaged or no finished unit of work; remove it and run again.")
 
     def write_unit(self, key: Mapping[str, Any], unit: Mapping[str, Any]) -> None:
-        text = json.dumps({"key": dict(key), "unit": dict(unit)}, allow_nan=False)
+        text = json.dumps({"key": dict(key), "unit": dict(unit), "hash": digest(unit)}, allow_nan=False)
         write_text(self._unit_path(key), text + "\n")
 
     def load(self, key: str) -> tuple[Any, Work | None]:
@@ -52,16 +56,22 @@ class Folder(Store):
         if not (path.is_file() and bill.is_file()):
             return None, None
         try:
-            work = Work(**json.loads(bill.read_text(encoding="utf-8")))
+            billed = json.loads(bill.read_text(encoding="utf-8"))
+            work = Work(**billed["work"])
+            if not holds(path, billed["content"]):
+                raise ValueError("other bytes than were written")
             value = SignVotes.load(path) if key.startswith("votes-") else TaskVector.load(path)
-        except (GradfixError, ValueError, TypeError):
-            raise CorruptInput(f"{path} is damaged; remove it and run again.") from None
+        except (GradfixError, ValueError, TypeError, KeyError, RecursionError):
+            raise CorruptInput(
+                f"{path} or the file beside it is damaged; remove both and run again."
+            ) from None
         return value, work
 
     def save(self, key: str, value: Any, work: Work) -> None:
         path = self._product_path(key)
         value.save(path)
-        write_text(path.with_suffix(".json"), json.dumps(asdict(work)) + "\n")
+        billed = {"work": asdict(work), "content": hash_file(path)}
+        write_text(path.with_suffix(".json"), json.dumps(billed) + "\n")
 
     def checkpoint(self, key: str) -> Path:
         """Where a long product saves itself while it is being made."""

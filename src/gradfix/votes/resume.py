@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from gradfix.checkpoints.open import raw_bytes
-from gradfix.checkpoints.safetensors_file import SafetensorsFile
-from gradfix.checkpoints.write import save_tensors
+from gradfix.checkpoints.state import State, save_state
 from gradfix.errors import CorruptInput
 from gradfix.votes.loop import Batch
 from gradfix.votes.tally import Tally
 
 SAVE_EVERY_SECONDS = 10.0
+SAVE_SHARE = 0.05  # the votes of a large model take a while to save: at most this much of the time
 
 
 class Shelf:
@@ -31,18 +31,20 @@ class Shelf:
 
     def __init__(self, path: Path, every: float = SAVE_EVERY_SECONDS) -> None:
         self.path, self.every = path, every
-        self.last = time.monotonic()
+        self.pause, self.last = every, time.monotonic()
 
     def load(self, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]:
         """Fill the tally; how many batches it holds and the digest of what they were, or nothing (0)."""
         return load_partial(self.path, tally, key, bad)
 
     def due(self) -> bool:
-        return time.monotonic() - self.last >= self.every
+        return time.monotonic() - self.last >= self.pause
 
     def save(self, tally: Tally, key: str, done: int, chain: str, bad: list[str]) -> None:
+        begin = time.monotonic()
         save_partial(self.path, tally, key, done, chain, bad)
         self.last = time.monotonic()
+        self.pause = max(self.every, (self.last - begin) / SAVE_SHARE) if self.every else 0.0
 
 
 def resumable(
@@ -107,22 +109,19 @@ def save_partial(path: Path, tally: Tally, key: str, done: int, chain: str, bad:
         "key": key,
         "bad": json.dumps(bad),
     }
-    save_tensors(path, {name: buffer.cpu().contiguous() for name, buffer in tally.items()}, metadata)
+    save_state(path, dict(tally.items()), metadata)
 
 
 def load_partial(path: Path, tally: Tally, key: str, bad: list[str]) -> tuple[int, str]:
     if not path.is_file():
         return 0, ""
-    file = SafetensorsFile(path)
-    about = file.metadata
+    state = State(path)
+    about = state.about
     if about.get("format") != "gradfix.partial" or about.get("key") != key:
         raise stranger(path)
-    try:
-        tally.load({name: file.read(name) for name in file.entries}, int(about["count"]))
-        bad.extend(json.loads(about["bad"]))
-        return int(about["batches"]), about["chain"]
-    except (KeyError, ValueError, TypeError):
-        raise CorruptInput(f"{path} is a damaged partial vote. Delete it, or pass --no-resume.") from None
+    tally.load(dict(state.items()), int(about["count"]))
+    bad.extend(json.loads(about["bad"]))
+    return int(about["batches"]), about["chain"]
 
 
 def stranger(path: Path) -> CorruptInput:
