@@ -142,12 +142,12 @@ def _nan(role: str) -> Breaks:
         state = load_file(world.home / role / "model.safetensors")
         state[DENSE][3, 3] = float("nan")
         rewrite(world.home / role, {DENSE: state[DENSE]})
-        return _merge(world)
+        return merge(world)
 
     return breaks
 
 
-def _merge(world: World, **changes: object) -> list[str]:
+def merge(world: World, **changes: object) -> list[str]:
     """The same move without labels: what is left when no model has to be opened."""
     recipe = {
         "target": str(world.target),
@@ -165,13 +165,13 @@ for _role in ("base", "tuned", "target"):
 @fault("NaN in a copied tensor", 3, r"'only_here' of .*target holds NaN or Inf. Repair or re-export it")
 def _(world: World) -> list[str]:
     rewrite(world.target, {"only_here": torch.tensor([1.0, float("inf")])})
-    return _merge(world)
+    return merge(world)
 
 
 @fault("output overflows", 6, rf"'{DENSE}' overflows the output's dtype; use --out-dtype fp32")
 def _(world: World) -> list[str]:
     rewrite(world.target, {DENSE: torch.full((32, 48), 1e6)})
-    return _merge(world, dtype="fp16")
+    return merge(world, dtype="fp16")
 
 
 @fault("mask that keeps nothing", 6, r"the mask keeps 0.00% of the task vector.* --mask veto may help")

@@ -8,8 +8,11 @@ import json
 import os
 from pathlib import Path
 
-from tests.reliability.faults import FAULTS, fault
-from tests.reliability.world import World, write_json
+import torch
+from safetensors.torch import load_file
+
+from tests.reliability.faults import FAULTS, fault, merge
+from tests.reliability.world import World, rewrite, write_json
 
 __all__ = ["FAULTS"]
 
@@ -93,6 +96,14 @@ def _(world: World) -> list[str]:
 )
 def _(world: World) -> list[str]:
     return world.arguments(alpha="1e30")
+
+
+@fault("update lost in rounding", 6, r"rounding .* absorbs the whole update; use --out-dtype fp32")
+def _(world: World) -> list[str]:
+    """A target of numbers so large that the fine-tune's changes are below their last digit."""
+    state = load_file(world.target / "model.safetensors")
+    rewrite(world.target, {name: torch.full_like(tensor, 1e7) for name, tensor in state.items()})
+    return merge(world)
 
 
 # Files --------------------------------------------------------------------------------------------------------
