@@ -11,11 +11,13 @@ from accelerate import dispatch_model
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.cli import run
-from gradfix.errors import UnsafeResult, UsageError
+from gradfix.errors import CorruptInput, UnsafeResult, UsageError
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.offload import collect_offloaded
 from gradfix.votes.placing import canonical_names, load_offloaded
 from gradfix.votes.tally import SignVotes
+from gradfix.workflows.configs import VoteConfig
+from gradfix.workflows.voting import run_vote
 from tiny import save_tiny, toy_images, toy_texts, write_rows
 
 heal_torchvision()
@@ -158,6 +160,27 @@ def test_disk_and_memory_agree_for_every_kind_of_layer(name, tmp_path):
     assert all(torch.equal(again[0][n], again[1][n]) for n in expected)
 
 
+def test_pickled_weights_are_written_to_the_folder(tmp_path):
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    folder = save_tiny("llama", tmp_path / "target", 1, torch.float64)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    whole = _auto("CausalLM").from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
+    whole.load_state_dict(weights)
+
+    def make():
+        return _auto("CausalLM").from_config(AutoConfig.from_pretrained(folder), dtype=torch.float64)
+
+    found = load_offloaded(make, open_checkpoint(folder), tmp_path / "off", {"cpu": 110_000})
+    assert len(list((tmp_path / "off").iterdir())) == len(weights) - 1
+    expected = collect_votes(whole, _next_token, [TOKENS], engine="loop")
+    votes = collect_offloaded(found.model, _next_token, [TOKENS], found.ties)
+    assert all(torch.equal(votes[n], expected[n]) for n in expected)
+
+
 def test_memory_for_less_than_the_first_layer_is_refused(tmp_path):
     folder = save_tiny("vit", tmp_path / "target", 1)
     from transformers import AutoConfig
@@ -187,3 +210,29 @@ def test_the_command_gives_what_memory_gives(tmp_path, family, task, limit):
     assert (found.count, found.target_hash) == (expected.count, expected.target_hash)
     assert set(found) == set(expected)
     assert all(torch.equal(found[n], expected[n]) for n in expected if "key.bias" not in n)
+
+
+def test_an_interrupted_vote_goes_on(tmp_path, monkeypatch):
+    save_tiny("llama", tmp_path / "target", 2)
+    write_rows(tmp_path / "data", "train", toy_texts(12))
+    out = tmp_path / "out" / "votes.safetensors"
+    asked = {"target": str(tmp_path / "target"), "data": str(tmp_path / "data"), "task": "causal", "shots": 6,
+             "batch_size": 4, "offload": str(tmp_path / "off"), "max_memory": "60KB"}  # fmt: skip
+    whole = run_vote(VoteConfig(**asked, out=str(tmp_path / "whole.safetensors"))).votes
+    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    done: list[int] = []
+
+    def dying(amount: int) -> None:
+        done.append(amount)
+        if len(done) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_vote(VoteConfig(**asked, out=str(out)), dying)
+    with pytest.raises(CorruptInput, match="belongs to another vote"):
+        run_vote(VoteConfig(**{**asked, "seed": 1}, out=str(out)))
+    again: list[int] = []
+    votes = run_vote(VoteConfig(**asked, out=str(out)), again.append).votes
+    assert sum(again) == 12 - 4  # the first batch was on disk, the second interrupted before it was saved
+    assert votes.count == whole.count == 12 and all(torch.equal(votes[n], whole[n]) for n in whole)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]

@@ -52,8 +52,10 @@ def build_empty(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Mod
 
     A file that holds two tied tensors with different values (T5 1.1, whose config cannot say so) unties them."""
     from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
 
-    with init_empty_weights(include_buffers=False):  # buffers such as rotary tables are computed, not loaded
+    # No random numbers that nobody reads; buffers such as rotary tables are computed, not loaded.
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         model = make()
     stored = name_map(model, checkpoint.names()).renamed  # of all tensors: none are tied yet
     getattr(model, "tie_weights", _nothing)()

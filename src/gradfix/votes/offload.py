@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.votes.collect import finite_samples, left_as_it_was
+from gradfix.votes.collect import BAD_SAMPLE_SHARE, finite_samples, left_as_it_was
 from gradfix.votes.loop import Batch, Loss, batch_size, samples
 from gradfix.votes.placing import canonical_names
+from gradfix.votes.resume import resumable
 from gradfix.votes.sharded import blocks
-from gradfix.votes.tally import SignVotes, dtype_for
+from gradfix.votes.tally import SignVotes, Tally
 
 
 def collect_offloaded(
@@ -31,37 +33,44 @@ def collect_offloaded(
     batches: Iterable[Batch],
     names: Mapping[str, str] | None = None,
     *,
+    checkpoint: Path | None = None,
+    identity: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> SignVotes:
     """What the loop engine gives, for a model whose weights are on disk.
 
-    `names` are the `canonical_names` from before it was dispatched, where weights are tied."""
+    `names` are the `canonical_names` from before it was dispatched, where weights are tied. With `checkpoint`,
+    finished batches are saved there and skipped when the same call runs again; `identity` then names the weights
+    and what else the votes depend on."""
     folds = _Folds(model, names or canonical_names(model))
-    notes: list[str] = []
+    tally, notes = folds.tally, list[str]()
+    if checkpoint is not None:
+        batches = resumable(checkpoint, tally, batches, key=identity, bad=notes)
     with left_as_it_was(model), folds:
         for batch in batches:
-            good, skipped = finite_samples(model, loss, batch, first=folds.count + len(notes))
+            seen = tally.count + len(notes)
+            good, skipped = finite_samples(model, loss, batch, first=seen)
             notes += skipped
-            if notes and len(notes) > 0.01 * (folds.count + batch_size(batch)):
+            if len(notes) > BAD_SAMPLE_SHARE * (seen + batch_size(batch)):
                 raise DataError(f"{len(notes)} samples give a loss that is not finite, first {notes[0]}.")
             for sample in samples(good) if good is not None else ():
+                tally.reserve(1)
                 with torch.enable_grad():
                     value = loss(model, sample).sum()
                 value.backward()
                 folds.finish()
             if progress is not None:
                 progress(batch_size(batch))
-    if folds.count == 0:
+    if tally.count == 0:
         raise DataError("no samples to vote with; check the data and --shots.")
-    kind = dtype_for(folds.count)
-    return SignVotes({n: t.to(kind) for n, t in folds.votes.items()}, folds.count, notes=tuple(notes))
+    return SignVotes(tally.votes(), tally.count, notes=tuple(notes))
 
 
 class _Folds:
     """The hooks of one vote: they fold signs as gradients finish, and count."""
 
     def __init__(self, model: nn.Module, names: Mapping[str, str]) -> None:
-        self.model, self.count = model, 0
+        self.model = model
         parameters = dict(model.named_parameters(remove_duplicate=False))
         voting = {n for n, p in parameters.items() if p.requires_grad and p.is_floating_point()}
         self.names = {name: first for name, first in names.items() if name in voting}
@@ -69,7 +78,8 @@ class _Folds:
         self.shared = {name for name, number in uses.items() if number > 1}
         self.sums: dict[str, Tensor] = {}  # gradients of tied weights, until all their uses have come in
         self.seen: Counter[str] = Counter()
-        self.votes = {name: torch.zeros(parameters[name].shape, dtype=torch.int8) for name in uses}
+        one = torch.zeros((), dtype=torch.int8)  # has the shape of any weight, and takes no memory
+        self.tally = Tally({name: one.expand(parameters[name].shape) for name in uses})  # type: ignore[misc]
         self.hung: Counter[str] = Counter()
         self.sample = object()  # marks the weights that wait for the gradient of the sample at hand
         self.handles: list[Any] = []
@@ -113,7 +123,7 @@ class _Folds:
 
     def _vote(self, name: str, gradient: Tensor) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self.votes[name].sub_(dense.sign().to("cpu", self.votes[name].dtype))
+        self.tally[name].sub_(dense.sign().to("cpu", self.tally[name].dtype))
 
     def finish(self) -> None:
         """After one sample's backward pass: sign the sums of tied weights, and count."""
@@ -123,7 +133,7 @@ class _Folds:
             raise UnsafeResult(
                 "no weight was folded: no gradient reached the offloaded weights. Do they require gradients?"
             )
-        for name in self.votes:
+        for name in self.tally.parameters:
             wanted = self.hung[name] if name in self.shared else 1
             if self.seen[name] != max(wanted, 1):
                 raise UnsafeResult(
@@ -137,10 +147,6 @@ class _Folds:
         self.seen.clear()
         self.hung.clear()
         self.sample = object()
-        self.count += 1
-        kind = dtype_for(self.count + 1)
-        if next(iter(self.votes.values())).dtype is not kind:  # before the next sample could wrap
-            self.votes = {name: counted.to(kind) for name, counted in self.votes.items()}
 
     def hang(self, name: str, parameter: nn.Parameter) -> None:
         """Wait for the gradient of a weight that was just brought in; tied ones may be one object or several."""

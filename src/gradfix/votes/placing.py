@@ -17,7 +17,7 @@ from accelerate.utils import offload_weight
 from torch import Tensor, nn
 
 from gradfix.checkpoints.names import NameMap, name_map
-from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.slices import Rows, check_stored, read_rows
 from gradfix.errors import UsageError
 from gradfix.votes.build import build_empty, fill_buffers
@@ -144,13 +144,12 @@ def _on_disk(
     name: str, first: str, like: Tensor, names: NameMap, source: Checkpoint, folder: Path
 ) -> dict[str, Any]:
     """Where accelerate finds the weight: in the checkpoint itself where its form is the model's."""
-    if first in names.renamed and isinstance(source, SafetensorsCheckpoint):
+    if first in names.renamed:
         disk = names.renamed[first]
         check_stored(disk, like.shape, source)
-        return {
-            "safetensors_file": str(source.shard_of(disk).path),
-            "weight_name": disk,
-            "dtype": str(like.dtype).removeprefix("torch."),
-        }
+        if found := source.stored(disk):
+            file, inside = found
+            kind = str(like.dtype).removeprefix("torch.")
+            return {"safetensors_file": str(file.path), "weight_name": inside, "dtype": kind}
     written: dict[str, Any] = offload_weight(_read(first, like, names, source), name, str(folder), {})
     return dict(written[name])

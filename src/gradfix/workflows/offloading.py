@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import locked, make_parent
 from gradfix.errors import OutputError, UsageError
 from gradfix.processes import launched
@@ -17,7 +17,15 @@ from gradfix.votes.placing import Offloaded, load_offloaded
 from gradfix.workflows.configs import VoteConfig
 from gradfix.workflows.guard import guard_outputs
 from gradfix.workflows.setting import device_of, draw, setting
-from gradfix.workflows.voting import Step, VoteResult, on_disk, origin_of
+from gradfix.workflows.voting import (
+    Step,
+    VoteResult,
+    asked_of,
+    forget_partial_votes,
+    on_disk,
+    origin_of,
+    partial_vote,
+)
 
 
 def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResult:
@@ -55,11 +63,18 @@ def vote_offloaded(config: VoteConfig, progress: Step | None = None) -> VoteResu
             BUILDER.reset(token)
         if len(built) != 1:
             raise UsageError(f"--offload knows transformers models only, not those of {config.target}.")
-        batches = bound.batches(shots.fewshot, config.batch_size)
-        votes = collect_offloaded(bound.model, bound.loss, batches, built[0].ties, progress=progress)
         about = origin_of(config, bound, shots.fewshot)
+        target = open_checkpoint(config.target)
+        weights = target.identity() or target.fingerprint()
+        votes = collect_offloaded(
+            bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size), built[0].ties,
+            checkpoint=partial_vote(out) if config.resume else None,
+            identity=repr(("offload", weights, asked_of(start.task, bound), about)), progress=progress,
+        )  # fmt: skip
         votes = on_disk(votes, bound, config.target, about, built[0].names)
         votes.save(out)
+        if config.resume:
+            forget_partial_votes(config)
     return VoteResult(out, votes, (*shots.notes, *votes.notes))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import functools
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +16,17 @@ from gradfix.planning import (
     Pace,
     Shape,
     VotePlan,
+    Walk,
     choose_mode,
+    estimated_pass,
     measured_pace,
     plan_vote,
     shape_of,
     stream_bytes,
 )
+from gradfix.registry import unknown
+from gradfix.tasks.loading import first_line
+from gradfix.votes.collect import ENGINES
 from gradfix.workflows.configs import PlanConfig
 from gradfix.workflows.setting import device_of
 
@@ -34,6 +40,7 @@ class PlanResult:
     fits: bool
     disk: dict[str, int]
     available: int
+    notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -44,6 +51,7 @@ class PlanResult:
             "chosen": self.chosen.mode,
             "fits": self.fits,
             "disk": self.disk,
+            "notes": list(self.notes),
         }
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -63,12 +71,18 @@ def run_plan(config: PlanConfig) -> PlanResult:
     """Only headers and config.json are read."""
     if min(config.shots, config.classes, config.devices, config.batch_size) < 1:
         raise UsageError("--shots, --classes, --devices and --batch-size must be at least 1.")
+    if config.engine not in ("auto", *ENGINES):
+        raise UsageError(unknown("engine", config.engine, ["auto", *ENGINES]))
     shape = shape_of(open_checkpoint(config.target), config.tokens)
     samples, dtype = config.shots * config.classes, torch_dtype(config.dtype)
     device = device_of(config.device)
     pace = Pace(config.tflops * 1e12) if config.tflops else measured_pace(device, dtype)
     available = int(config.device_memory * GIB) if config.device_memory else _memory(device)
-    common: dict[str, Any] = {"dtype": dtype, "batch": config.batch_size, "pace": pace}
+    walk, voting, notes = _rehearsed(config, shape, dtype, device)
+    common: dict[str, Any] = {
+        "dtype": dtype, "batch": config.batch_size, "pace": pace, "engine": config.engine, "walk": walk,
+        "voting": voting, "device": device,
+    }  # fmt: skip
     plans = [plan_vote(shape, samples, **common)]
     if config.devices > 1:
         plans.append(plan_vote(shape, samples, **common, devices=config.devices, mode="data parallel"))
@@ -80,9 +94,29 @@ def run_plan(config: PlanConfig) -> PlanResult:
     plans.append(plan_vote(shape, samples, **common, mode="offload", recompute=True))
     order = sorted(plans[:-1], key=lambda plan: plan.seconds) + plans[-1:]
     chosen = choose_mode(order, available)
-    return PlanResult(
-        shape, samples, plans, chosen, chosen.memory <= available, stream_bytes(shape, samples), available
-    )
+    disk = stream_bytes(shape, samples)
+    return PlanResult(shape, samples, plans, chosen, chosen.memory <= available, disk, available, notes)
+
+
+def _rehearsed(
+    config: PlanConfig, shape: Shape, dtype: torch.dtype, device: str
+) -> tuple[Walk, int | None, tuple[str, ...]]:
+    """The passes walked through without weights; by formula where the model does not let itself be walked through."""
+    from gradfix.workflows.rehearsal import Rehearsal
+
+    folder = open_checkpoint(config.target).path
+    assert folder is not None  # it has a config.json
+    try:
+        rehearsal = Rehearsal(folder, shape.tokens, dtype, device)
+        walk = functools.cache(rehearsal.walk)
+        walk(1)
+    except Exception as error:  # whatever a model's code does without weights, the formulas still hold
+        note = f"sizes by formula: the model cannot be walked through ({first_line(error)})."
+        return (lambda count: estimated_pass(shape, count, dtype)), None, (note,)
+    if shape.idle:  # the products of experts are not counted on the way
+        formula = estimated_pass(shape, 1, dtype).flops
+        return (lambda count: replace(walk(count), flops=formula * count)), rehearsal.voting, ()
+    return walk, rehearsal.voting, ()
 
 
 def _memory(device: str) -> int:
