@@ -396,9 +396,8 @@ def yaml_series(home: Path, count: int) -> Series:
     folder.mkdir(parents=True)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in toy_texts(6)))
     canary = folder / "canary"
-    plain = (
-        f"data: {folder / 'train.jsonl'}\ntask: zero-shot\nshots: 1\nseed: 3\nout: {folder / 'ids.json'}\n"
-    )
+    # Names without a folder: a damaged name must not write outside this one.
+    plain = "data: train.jsonl\ntask: zero-shot\nshots: 1\nseed: 3\nout: ids.json\n"
     path = folder / "config.yaml"
 
     def case(number: int) -> tuple[str, str]:
