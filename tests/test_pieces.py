@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradfix.pieces import all_finite, differing, nonzeros, recut
-from gradfix.threads import ahead, one_thread, piece_workers
+from gradfix.threads import PieceWorkers, ahead, one_thread
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=12), size=st.integers(1, 7))
@@ -53,14 +53,14 @@ def test_ahead_is_an_ordered_map_that_runs_little_ahead() -> None:
         time.sleep(0.001 * (number % 3))
         return number * number
 
-    with piece_workers() as pool:
+    with PieceWorkers() as pool:
         results = ahead(pool, slow, items())
         assert next(results) == 0 and len(taken) < 10
         assert list(results) == [number * number for number in range(1, 50)]
 
 
 def test_a_failing_piece_fails_the_map() -> None:
-    with piece_workers() as pool, pytest.raises(ZeroDivisionError):
+    with PieceWorkers() as pool, pytest.raises(ZeroDivisionError):
         list(ahead(pool, lambda number: 1 // number, [2, 1, 0]))
 
 

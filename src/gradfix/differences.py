@@ -19,11 +19,12 @@ from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.merging.bundles import Bundle
 from gradfix.pieces import Buffers
 from gradfix.preflight import Plan
-from gradfix.threads import ahead, piece_workers
+from gradfix.threads import PieceWorkers, ahead
 from gradfix.transported import mask_piece
-from gradfix.updates import SPAN
 from gradfix.votes.ballot import Ballot
 from gradfix.votes.tally import SignVotes
+
+SPAN = 2  # pieces of every file read at a time
 
 T = TypeVar("T")
 Votes = SignVotes | str | os.PathLike[str]
@@ -49,7 +50,7 @@ class Differences(Bundle):
     """The vectors as differences read from files, masked by their ballots where they have one."""
 
     def __init__(self, sides: list[Side], plan: Plan, counting: Callable[[int], None] | None = None) -> None:
-        self.sides, self.pool, self.counting = sides, piece_workers(), counting
+        self.sides, self.pool, self.counting = sides, PieceWorkers(), counting
         self.count = len(sides)
         floating = [n for n in plan.transported if sides[0].base.info(n).dtype.is_floating_point]
         self.shapes = {name: sides[0].base.info(name).shape for name in floating}

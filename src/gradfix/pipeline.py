@@ -26,7 +26,7 @@ from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.fates import Fate
 from gradfix.moving import Mover, NotFiniteError
 from gradfix.pieces import all_finite
-from gradfix.threads import ahead, one_thread, piece_workers
+from gradfix.threads import PieceWorkers, ahead, one_thread
 from gradfix.updates import Piece, Update
 
 Progress = Callable[[int], None]
@@ -74,7 +74,7 @@ class Pipeline:
         self._done: dict[str, Future[str]] = {}
         with ExitStack() as self._open, one_thread(), ThreadPoolExecutor(1) as self._closer:
             # Reading, hashing and writing take a core of their own; a worker there would wait for Python's lock.
-            with piece_workers(spare=int(self.update.light)) as pool:
+            with PieceWorkers(spare=int(self.update.light)) as pool:
                 for job, result in ahead(pool, _Job.run, self._jobs()):
                     self._take(job, result)
             hashes = {file: self._done[file].result() for file in layout}

@@ -32,11 +32,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def piece_workers(spare: int = 0) -> ThreadPoolExecutor:
+class PieceWorkers(ThreadPoolExecutor):
     """Workers for `ahead`, one per core but for the `spare` ones; each runs torch on one thread."""
-    _keep_freed_memory()
-    count = max(1, min((os.cpu_count() or 1) - spare, MOST_WORKERS))
-    return ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+
+    def __init__(self, spare: int = 0) -> None:
+        self.count = max(1, min((os.cpu_count() or 1) - spare, MOST_WORKERS))
+        super().__init__(self.count, initializer=torch.set_num_threads, initargs=(1,))
+        _keep_freed_memory()
 
 
 def _keep_freed_memory() -> None:
@@ -45,14 +47,12 @@ def _keep_freed_memory() -> None:
     torch.empty(LARGE_BLOCK, dtype=torch.uint8)
 
 
-def ahead(
-    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item]
-) -> Iterator[Result]:
+def ahead(pool: PieceWorkers, function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """`map` in order, a few items ahead of the caller: memory stays at those few."""
     waiting: deque[Future[Result]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
-        if len(waiting) > MOST_WORKERS:
+        if len(waiting) > pool.count + 1:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

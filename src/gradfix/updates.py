@@ -16,8 +16,8 @@ from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.pieces import Buffers
 
-SPAN = 2  # chunks read at a time
-BLOCK = 1 << 18  # entries computed at a time: fewer lie deeper in the cache, but make the threads wait for Python
+SPAN = 4  # chunks read at a time
+BLOCK = 1 << 18  # entries computed at a time; with fewer, threads wait for Python more than they compute
 
 
 class Piece(ABC):

@@ -5,8 +5,10 @@ long before the end, so that closing the file waits for its last part only."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +23,11 @@ from gradfix.checkpoints.safetensors_file import CODES, TensorInfo
 from gradfix.errors import UnsafeResult
 
 REREAD_BYTES = 1 << 18
+LARGE = 1 << 29
+DONT_CACHE = 0x80  # RWF_DONTCACHE of Linux 6.14, which Python does not name yet
+UNKNOWN = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # an older kernel, or another file system
 FLUSH_BYTES = 1 << 26
-WAITING = 6  # pieces that may wait to be written
+WAITING = 4  # pieces that may wait to be written
 
 
 class SafetensorsWriter:
@@ -41,6 +46,7 @@ class SafetensorsWriter:
         self.path = path
         header = _header(tensors, metadata)
         self._expected = len(header) + sum(info.nbytes for info in tensors.values())
+        self._past_cache = self._expected >= LARGE and sys.platform == "linux"
         self.size = self._flushed = 0
         self._hand = ThreadPoolExecutor(max_workers=1)
         self._waiting: deque[Future[None]] = deque()
@@ -82,12 +88,24 @@ class SafetensorsWriter:
     def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         while view:
-            done = self._file.write(view)
+            done = self._append(view)
             self._content.update(view[:done])
             view = view[done:]
             self.size += done
         if self.size - self._flushed >= FLUSH_BYTES:
             self._flush()
+
+    def _append(self, view: memoryview) -> int:
+        """Large files leave the page cache to the inputs: pages that are new to it cost more than the disk does."""
+        if self._past_cache:
+            try:
+                return os.pwritev(self._file.fileno(), [view], self.size, DONT_CACHE)
+            except (OSError, NotImplementedError) as error:
+                if isinstance(error, OSError) and error.errno not in UNKNOWN:
+                    raise
+                self._past_cache = False
+                self._file.seek(self.size)
+        return self._file.write(view)
 
     def _flush(self) -> None:
         """Let the disk begin while there is more to come, instead of waiting for all of it at the end."""
@@ -108,13 +126,16 @@ class SafetensorsWriter:
         if self._flushing is not None:
             self._flushing.result()
         os.fsync(self._file.fileno())
-        self._file.close()
+        self._let_go()
         return self._content.text()
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._hand.shutdown(wait=True)
         self._flusher.shutdown(wait=True)
         self._file.close()
