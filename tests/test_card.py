@@ -83,6 +83,26 @@ def test_the_card_says_what_was_done() -> None:
     assert about["library_name"] == "transformers" and "gradfix" in about["tags"]
 
 
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [("veto", "masked by the signs"), ("none", "was scaled and added"), ("random", "a random part")],
+)
+def test_the_card_says_how_the_update_was_made(mask: str, words: str) -> None:
+    text = card(manifest(config={"mask": mask, "alpha": 1.0}))
+    assert words in text
+    assert "without training" in text
+
+
+def test_the_card_of_the_best_recipe_does_not_deny_its_training() -> None:
+    content = manifest(config={"mask": "none", "alpha": 1.0})
+    content["details"]["command"]["method"] = "best"
+    text = card(content)
+    assert "trained for a few dozen steps" in text
+    assert "without training" not in text
+    assert "| method | best |" in text
+    assert "| mask |" not in text
+
+
 def test_the_hub_reads_the_front_matter(tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 

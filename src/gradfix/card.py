@@ -97,8 +97,7 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
     if _path(manifest, "base") and _path(manifest, "tuned"):
         what = (
             f"What the fine-tune {_name(manifest, 'tuned')} learned on top of {_name(manifest, 'base')} was carried "
-            f"over to {_name(manifest, 'target')}, without training: the difference of the first two was masked by "
-            "the signs of gradients of a few labelled examples and added to the third."
+            f"over to {_name(manifest, 'target')}{_way(manifest)}"
         )
     else:
         what = f"An update was added to {_name(manifest, 'target')}."
@@ -109,6 +108,28 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
             f"{_percent(lora.get('retained_energy'))} of the update's energy."
         )
     return what + "\n"
+
+
+def _way(manifest: Mapping[str, Any]) -> str:
+    """How it was carried over, as a half-sentence after the target's name."""
+    mask = _section(manifest, "config").get("mask")
+    if _method(manifest) == "best":
+        return (
+            " by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
+            "agreed, then trained for a few dozen steps to answer as the fine-tune does."
+        )
+    if mask == "none":
+        return ", without training: the difference of the first two was scaled and added to the third."
+    if str(mask).startswith("random"):
+        return ", without training: a random part of the difference of the first two was added to the third."
+    return (
+        ", without training: the difference of the first two was masked by the signs of gradients of a few "
+        "labelled examples and added to the third."
+    )
+
+
+def _method(manifest: Mapping[str, Any]) -> object:
+    return _section(_section(manifest, "details"), "command").get("method")
 
 
 def _inputs(manifest: Mapping[str, Any]) -> str:
@@ -127,7 +148,8 @@ def _settings(manifest: Mapping[str, Any]) -> str:
     config, measured = _section(manifest, "config"), _section(_section(manifest, "details"), "measured")
     counts, votes = _section(manifest, "counts"), _section(manifest, "votes")
     rows: list[tuple[str, object]] = [
-        ("mask", config.get("mask")),
+        ("method", _method(manifest)),
+        ("mask", None if _method(manifest) == "best" else config.get("mask")),
         ("margin", config.get("margin")),
         ("alpha", config.get("alpha")),
         ("alpha chosen by", measured.get("chosen_by")),
