@@ -79,6 +79,11 @@ CASES = {
         {"method": "veto", "regime": "few_shot"},
         ["held-out folds"],
     ),
+    "nothing held out": (
+        [{**entry, "regime": "given"} for entry in [*BASE, *both("best", (60, 60), 60)]],
+        {"method": "best", "regime": "given"},
+        ["Nothing was held out to choose it"],
+    ),
 }
 
 

@@ -103,6 +103,14 @@ def _test_error(accuracy: float, samples: int | None) -> float | None:
     return (accuracy * (100 - accuracy) / samples) ** 0.5 if samples else None
 
 
+def chosen_on(verdict: Mapping[str, Any]) -> str:
+    places = {
+        "validation": "Chosen on the validation split",
+        "few_shot": "Chosen on held-out folds of the few-shot set",
+    }
+    return places.get(verdict["regime"], "Nothing was held out to choose it")
+
+
 def _words(
     verdict: Mapping[str, Any],
     accuracy: Mapping[str, float],
@@ -113,11 +121,8 @@ def _words(
         return inline(titles.get(method, method))
 
     winner, following = verdict["method"], verdict["next"]
-    where = (
-        "the validation split" if verdict["regime"] == "validation" else "held-out folds of the few-shot set"
-    )
     text = [verdict["advice"]]
-    text.append(f"Chosen on {where}; test accuracy {verdict['accuracy']:.1f}%{_gain(verdict)}.")
+    text.append(f"{chosen_on(verdict)}; test accuracy {verdict['accuracy']:.1f}%{_gain(verdict)}.")
     if following is not None:
         text.append(_against(verdict, name(following)))
     text.append(_check(verdict, accuracy, name))

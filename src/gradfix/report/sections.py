@@ -15,6 +15,7 @@ from gradfix.report.plots import Series, curves
 
 Entry = Mapping[str, Any]
 BASELINES = (*STAYS, "naive")
+CHOSEN = {"validation": "chosen on a validation split", "few_shot": "chosen on folds of the few-shot set"}
 
 
 def sections(results: Results) -> list[dict[str, Any]]:
@@ -42,6 +43,7 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "changed": [entry for entry in results.changed if entry["pair"] == pair],
         "provenance": [entry for entry in results.provenance if entry.get("pair") == pair],
         "regime": main["regime"],
+        "chosen": CHOSEN.get(main["regime"], "nothing held out"),
         "seeds": main["seeds"],
     }
 

@@ -33,7 +33,7 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
     scores = dict(result.curve.points) if result.curve else {}
     shared: dict[str, Any] = {
         "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
-        "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
+        "regime": _regime(config, result), "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
         "flops": None, "samples": samples, "test_samples": int(result.before["samples"]), "margin": None, "kept": None,
     }  # fmt: skip
     before = shared | {
@@ -70,3 +70,8 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
         provenance=[provenance],
         **details,
     )
+
+
+def _regime(config: TransportConfig, result: TransportResult) -> str:
+    """What the result was chosen on; the best recipe chooses nothing by labels unless there is a validation set."""
+    return "given" if config.method == "best" and result.regime == "few_shot" else result.regime
