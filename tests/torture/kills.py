@@ -127,7 +127,8 @@ def _kill_one(job: Job, until: int, outcomes: list[Outcome]) -> int:
             going_on = job.saved.exists()
             if _killed(job.work, draw.uniform(0.2, 1.0) * length, job.ledger):
                 resumed += job.saved.exists()
-                problem = _after_kill(job, whole) or ("" if going_on <= job.saved.exists() else "state lost")
+                kept = job.saved.exists() or job.out.exists()  # a finished run puts its state away
+                problem = _after_kill(job, whole) or ("" if kept or not going_on else "state lost")
                 outcomes.append(Outcome("wrong", problem) if problem else Outcome("same"))
             if hashes(*job.inputs) != before:
                 outcomes.append(Outcome("wrong", "an input changed"))
