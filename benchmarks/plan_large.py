@@ -49,7 +49,7 @@ def walked(name: str) -> tuple[Any, Any]:
     )
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        rehearsal = Rehearsal(Path(folder), TOKENS, torch.bfloat16, "cpu")
+        rehearsal = Rehearsal.of_folder(Path(folder), TOKENS, torch.bfloat16, "cpu")
     count = [parameter.numel() for parameter in rehearsal.model.parameters()]
     shape = Shape(
         sum(count), max(count), 2 * sum(count), sizes["num_hidden_layers"], sizes["hidden_size"],

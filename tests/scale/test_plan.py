@@ -77,7 +77,7 @@ def test_a_walk_without_weights_takes_the_memory_of_the_engine(kind, engine, tmp
     model, batch = _small(kind, count)
     model.eval().config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)  # the config alone
-    walked = Rehearsal(tmp_path, 24, torch.float32, "cpu").walk(count)
+    walked = Rehearsal.of_folder(tmp_path, 24, torch.float32, "cpu").walk(count)
     tally = Tally(voting_parameters(model))
     ENGINES[engine](model, _label, batch, tally)  # the batched engine has looked at the model now
     lived = Allocations(model)

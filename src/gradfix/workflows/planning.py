@@ -107,7 +107,7 @@ def _rehearsed(
     folder = open_checkpoint(config.target).path
     assert folder is not None  # it has a config.json
     try:
-        rehearsal = Rehearsal(folder, shape.tokens, dtype, device)
+        rehearsal = Rehearsal.of_folder(folder, shape.tokens, dtype, device)
         walk = functools.cache(rehearsal.walk)
         walk(1)
     except Exception as error:  # whatever a model's code does without weights, the formulas still hold

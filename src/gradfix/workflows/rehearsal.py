@@ -32,22 +32,29 @@ Score = Callable[[Any, int], Tensor]
 
 
 class Rehearsal:
-    """One model, ready to be walked through with any number of samples; raises where it cannot be built."""
+    """A model without weights (on the meta device), ready to be walked through with any number of samples.
 
-    def __init__(self, folder: Path, tokens: int, dtype: torch.dtype, device: str) -> None:
+    `score(model, samples)` gives the losses of so many samples; sizes are multiplied by `scale`."""
+
+    def __init__(self, model: nn.Module, score: Score, device: str, scale: float = 1.0) -> None:
+        self.model, self.score, self.scale = model, score, scale
+        self.device = torch.device(device)
+
+    @classmethod
+    def of_folder(cls, folder: Path, tokens: int, dtype: torch.dtype, device: str) -> Rehearsal:
+        """The model of a config.json with the loss of its usual task; raises where it cannot be built."""
         from transformers import AutoConfig
 
         with quiet_transformers():
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             experts = any(getattr(config, name, None) for name in ("num_local_experts", "num_experts"))
             used = EXPERTS_DTYPE if experts else dtype
-            self.scale = dtype.itemsize / used.itemsize
-            auto, self.score = _part(config, tokens, used)
+            auto, score = _part(config, tokens, used)
             with torch.device("meta"):
-                self.model = auto.from_config(config, dtype=used).eval()
-        self.model.tie_weights()
-        _freeze(self.model, config)
-        self.device = torch.device(device)
+                model = auto.from_config(config, dtype=used).eval()
+        model.tie_weights()
+        _freeze(model, config)
+        return cls(model, score, device, dtype.itemsize / used.itemsize)
 
     @property
     def voting(self) -> int:
