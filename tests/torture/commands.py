@@ -40,7 +40,7 @@ def hasten() -> None:
 
     torch.set_num_threads(1)
     resumable.__defaults__ = (0.0,)
-    gradfix.finetuning.SAVE_EVERY_SECONDS = 0.0
+    gradfix.finetuning.SAVE_EVERY_SECONDS, gradfix.finetuning.SAVE_SHARE = 0.0, float("inf")
     running.Search = lambda: SMALL  # type: ignore[assignment, misc]
     for module in (arena, running):
         module.time = _StoppedClock  # type: ignore[attr-defined]
