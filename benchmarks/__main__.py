@@ -22,6 +22,8 @@ BENCHMARKS: dict[str, list[str]] = {
     "stream": [],
     "lora_stream": [],
     "plan": [],
+    "plan_card": [],
+    "plan_large": [],
     "pocket": [],
 }  # fmt: skip
 if torch.cuda.is_available():

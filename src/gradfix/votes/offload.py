@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.collect import BAD_SAMPLE_SHARE, finite_samples, left_as_it_was
 from gradfix.votes.loop import Batch, Loss, batch_size, samples
-from gradfix.votes.placing import canonical_names
+from gradfix.votes.placing import PRELOADED, canonical_names
 from gradfix.votes.resume import resumable
 from gradfix.votes.sharded import blocks
 from gradfix.votes.tally import SignVotes, Tally
@@ -87,7 +87,8 @@ class _Folds:
 
     def __enter__(self) -> None:
         for prefix, module in self.model.named_modules():
-            own = {n: f"{prefix}.{n}" if prefix else n for n, _ in module.named_parameters(recurse=False)}
+            deep = type(module).__name__ in PRELOADED
+            own = {n: f"{prefix}.{n}" if prefix else n for n, _ in module.named_parameters(recurse=deep)}
             own = {n: full for n, full in own.items() if full in self.names}
             if own:
                 before = getattr(module, "_hf_hook", None), module.forward
@@ -167,7 +168,7 @@ class _Fold(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if torch.is_grad_enabled():
             for name, full in self.own.items():
-                parameter = getattr(module, name)
+                parameter = module.get_parameter(name)
                 if parameter.requires_grad and parameter.device.type != "meta":
                     self.folds.hang(full, parameter)
         return args, kwargs

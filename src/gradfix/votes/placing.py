@@ -6,7 +6,10 @@ to the offload folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ from gradfix.votes.build import build_empty, fill_buffers
 from gradfix.votes.sharded import blocks
 
 Place = int | str | torch.device
+# Modules that use their submodules' weights without calling the submodules.
+PRELOADED = ("MultiheadAttention",)
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,26 @@ def load_offloaded(
     fill_buffers(model, source, {name: buffer.clone() for name, buffer in model.named_buffers()})
     folder.mkdir(parents=True, exist_ok=True)
     index = _fill(model, names, ties, places, source, folder)
-    loaded = dispatch_model(
-        model, places, main_device=main, offload_dir=str(folder), offload_index=index or None,
-        force_hooks=True,
-    )  # fmt: skip
+    with _silent():
+        loaded = dispatch_model(
+            model, places, main_device=main, offload_dir=str(folder), offload_index=index or None,
+            preload_module_classes=list(PRELOADED), force_hooks=True,
+        )  # fmt: skip
     return Offloaded(loaded, ties, names)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """accelerate warns of what was asked for: weights that are not in memory."""
+    logger = logging.getLogger("accelerate.big_modeling")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 def _places(model: nn.Module, max_memory: Mapping[int | str, int | str] | None) -> dict[str, Place]:
