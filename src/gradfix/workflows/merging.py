@@ -212,7 +212,7 @@ class _Run:
             return float(alpha), None
         assert update is not None
         tasks = list(self.tasks.values())
-        batches = [list(task.bound.batches(task.shots.validation or [], 32)) for task in tasks]
+        batches = [list(task.bound.scoring_batches(task.shots.validation or [], 32)) for task in tasks]
 
         def score(model: nn.Module) -> float:
             found = [
@@ -281,4 +281,4 @@ def _task_key(vector: VectorRecipe) -> tuple[Any, ...]:
 def _test(model: nn.Module, task: _TaskOnTarget) -> dict[str, float] | None:
     if not task.shots.test:
         return None
-    return evaluate(model, task.bound, task.bound.batches(task.shots.test, 32))
+    return evaluate(model, task.bound, task.bound.scoring_batches(task.shots.test, 32))
