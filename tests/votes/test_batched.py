@@ -250,6 +250,24 @@ def test_auto_says_what_it_chose() -> None:
     assert any(note.startswith("engine loop: most weights") for note in notes)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_not_misled_by_key_biases_inside_a_packed_bias(seed: int) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head((x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(8, 5, 16), "y": torch.randint(0, 3, (8,))}
+    loss = lambda model, part: F.cross_entropy(model(part["x"]), part["y"], reduction="none")  # noqa: E731
+    notes = collect_votes(Packed(), loss, [batch], engine="auto").notes
+    assert notes == ("engine batched: agrees with the loop on 2 samples.",)
+
+
 def test_auto_refuses_an_engine_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradfix.votes import forms
 

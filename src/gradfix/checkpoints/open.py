@@ -140,9 +140,6 @@ class SafetensorsCheckpoint(Checkpoint):
     def span(self, name: str, first: int, count: int) -> Tensor:
         return self._home[name].span(name, first, count)
 
-    def shard_of(self, name: str) -> SafetensorsFile:
-        return self._home[name]
-
     def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
         return self._home[name], name
 

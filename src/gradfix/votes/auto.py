@@ -50,26 +50,30 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[En
 def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
     """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding explains.
 
-    A gradient that is zero but for rounding (a key bias) has signs that mean nothing, and is left out."""
-    largest: dict[str, float] = {}
+    Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
+    where they are a third of a packed bias. Vectors are judged entry by entry, larger tensors as a whole."""
+    largest: dict[str, Tensor] = {}
 
     def take_back(name: str, gradient: Tensor) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         trial[name].add_(dense.sign().to(trial[name].dtype))
-        largest[name] = max(largest.get(name, 0.0), float(dense.abs().max()))
+        size = dense.abs() if dense.dim() < 2 else dense.abs().max()
+        largest[name] = torch.maximum(largest[name], size) if name in largest else size
 
     with folding(trial, take_back):
         for sample in samples(batch):
             with torch.enable_grad():
                 loss(model, sample).sum().backward()
-    scale = max(largest.values(), default=0.0)
+    scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)
     wrong = {}
     for name, rest in trial.items():
         dtype = trial.parameters[name].dtype
-        share = float((rest != 0).float().mean()) if rest.numel() else 0.0
-        noise = largest.get(name, 0.0) <= 1e3 * torch.finfo(dtype).eps * scale
+        told = largest.get(name, torch.zeros(())) > 1e3 * torch.finfo(dtype).eps * scale
+        told = told.to(rest.device).expand(rest.shape)
+        count = int(told.sum())
+        share = float((told & (rest != 0)).sum()) / max(count, 1)
         # One flipped sign of a tiny tensor is no verdict.
-        if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(rest.numel(), 1)) and not noise:
+        if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
             wrong[name] = share
     return wrong
 
