@@ -1,7 +1,8 @@
-"""All output files in one pass: read in order, compute in workers, write and hash behind them.
+"""All output files in one pass: read in order, compute in workers, write in order.
 
-Nothing waits at the end of a tensor or a file: while one file reaches the disk the next is computed. A run that
-was interrupted goes on after the last tensor its journal vouches for."""
+One thread reads and writes; inputs are hashed where they are read, outputs where they are computed. Nothing waits
+at the end of a tensor or a file: while one file reaches the disk the next is computed. A run that was interrupted
+goes on after the last tensor its journal vouches for."""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from gradfix.threads import PieceWorkers, ahead, one_thread
 from gradfix.updates import Piece, Update
 
 Progress = Callable[[int], None]
+Work = Callable[[], tuple[Tensor, Fate]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class _Job:
     file: str
     name: str = ""
     last: bool = False
-    work: Callable[[], tuple[Tensor, Fate]] | None = None
+    work: Work | None = None
     piece: Piece | None = None
 
     def run(self) -> tuple[_Job, tuple[Tensor, Fate] | None]:
@@ -105,7 +107,7 @@ class Pipeline:
         if job.last:
             if content.abstained:
                 self.abstained.append(job.name)
-            writer.mark(partial(self._journal.add, job.file, **self._about(job.name, content)))
+            self._journal.add(job.file, *writer.reached(), **self._about(job.name, content))
         self._progress(moved.numel() * moved.dtype.itemsize)
 
     def _about(self, name: str, content: Content) -> dict[str, Any]:
@@ -160,16 +162,18 @@ class Pipeline:
 
     def _tensor(self, file: str, name: str, content: Content) -> Iterator[_Job]:
         """The tensor's pieces, at least one."""
-        left = content.info.numel
+        writer, left = self._writers[file], content.info.numel
         if left == 0:
             empty = torch.empty(0, dtype=content.info.dtype)
             yield _Job(file, name, True, lambda: (empty, Fate()))
             return
+        offset = writer.starts[name]
         for size, work, piece in self._moved(name, content) if content.moved else self._copied(name, content):
             left -= size
-            yield _Job(file, name, left == 0, work, piece)
+            yield _Job(file, name, left == 0, partial(_hashed, work, writer, offset), piece)
+            offset += size * content.info.dtype.itemsize
 
-    def _copied(self, name: str, content: Content) -> Iterator[tuple[int, Any, None]]:
+    def _copied(self, name: str, content: Content) -> Iterator[tuple[int, Work, None]]:
         for piece in self.hashes.chunks(content.source, name, CHUNK):
             yield len(piece), partial(self._copy, name, content, piece), None
 
@@ -179,7 +183,7 @@ class Pipeline:
             raise _blame(name, [(content.source, piece)])
         return copy, Fate()
 
-    def _moved(self, name: str, content: Content) -> Iterator[tuple[int, Any, Piece]]:
+    def _moved(self, name: str, content: Content) -> Iterator[tuple[int, Work, Piece]]:
         size = self.update.piece_size(name)
         targets = self.hashes.chunks(content.source, name, size)
         votes: Iterator[Tensor | None] = repeat(None)
@@ -205,6 +209,12 @@ class Pipeline:
             raise UnsafeResult(f"tensor {name!r}: {first} entries for {len(target)}; this is a bug.")
         fate.base_square = piece.base_square
         return out, fate
+
+
+def _hashed(work: Work, writer: SafetensorsWriter, offset: int) -> tuple[Tensor, Fate]:
+    out, fate = work()
+    writer.hash(offset, out)
+    return out, fate
 
 
 def _blame(name: str, pieces: list[tuple[Checkpoint, Tensor]]) -> CorruptInput | UnsafeResult:

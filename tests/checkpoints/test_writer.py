@@ -26,7 +26,7 @@ def write(path: Path, marks: list[tuple[int, str]] | None = None) -> str:
             for piece in tensor.split(700):
                 writer.write(piece)
             if marks is not None:
-                writer.mark(lambda *reached: marks.append(reached))
+                marks.append(writer.reached())
         return writer.close()
 
 

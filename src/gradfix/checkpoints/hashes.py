@@ -7,6 +7,8 @@ checked by computing a sha256."""
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -59,6 +61,35 @@ class FileHash:
         if self._next == self.path.stat().st_size:
             return self._content.text()
         return hash_file(self.path)
+
+
+class OrderedHash:
+    """The hash of a file whose parts come from several threads: each part is hashed once, in the file's order.
+
+    `ends` are the sizes whose hash will be asked for later, when more may have been hashed."""
+
+    def __init__(self, ends: Iterable[int] = ()) -> None:
+        self._content = ContentHash()
+        self._ends = set(ends)
+        self._texts: dict[int, str] = {}
+        self._early: dict[int, bytes | memoryview] = {}
+        self._next = 0
+        self._turn = threading.Lock()
+
+    def update(self, offset: int, data: bytes | memoryview) -> None:
+        """A part that comes early waits for those before it; one that was there already is not hashed again."""
+        with self._turn:
+            if offset >= self._next and data:
+                self._early[offset] = data
+            while (part := self._early.pop(self._next, None)) is not None:
+                self._content.update(part)
+                self._next += len(part)
+                if self._next in self._ends:
+                    self._texts[self._next] = self._content.text()
+
+    def text(self, size: int) -> str:
+        """The hash of the first `size` bytes, which must have been hashed."""
+        return self._content.text() if size == self._next else self._texts[size]
 
 
 def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:

@@ -1,7 +1,6 @@
 """Write one safetensors file in pieces, hashed on the way, and go on with one that was begun earlier.
 
-Writing and hashing happen in a thread of their own, a few pieces behind the caller; the disk is told to begin
-long before the end, so that closing the file waits for its last part only."""
+The disk is told to begin long before the end, so that closing the file waits for its last part only."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ import errno
 import json
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from gradfix.checkpoints.hashes import ContentHash
+from gradfix.checkpoints.hashes import OrderedHash
 from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.safetensors_file import CODES, TensorInfo
 from gradfix.errors import UnsafeResult
@@ -27,7 +26,6 @@ LARGE = 1 << 29
 DONT_CACHE = 0x80  # RWF_DONTCACHE of Linux 6.14, which Python does not name yet
 UNKNOWN = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # an older kernel, or another file system
 FLUSH_BYTES = 1 << 26
-WAITING = 4  # pieces that may wait to be written
 
 
 class SafetensorsWriter:
@@ -45,51 +43,53 @@ class SafetensorsWriter:
     ) -> None:
         self.path = path
         header = _header(tensors, metadata)
-        self._expected = len(header) + sum(info.nbytes for info in tensors.values())
+        sizes = [info.nbytes for info in tensors.values()]
+        ends = list(accumulate(sizes, initial=len(header)))
+        self.starts = dict(zip(tensors, ends, strict=False))  # where each tensor begins
+        self._ends, self._expected = ends, ends[-1]
         self._past_cache = self._expected >= LARGE and sys.platform == "linux"
         self.size = self._flushed = 0
-        self._hand = ThreadPoolExecutor(max_workers=1)
-        self._waiting: deque[Future[None]] = deque()
         self._flusher = ThreadPoolExecutor(max_workers=1)
         self._flushing: Future[None] | None = None
-        self._content = ContentHash()
         self.resumed = after is not None and self._go_on(*after)
         if not self.resumed:
-            self._content = ContentHash()
+            self._content = OrderedHash(ends)
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115
             self._put(header)
 
     def _go_on(self, size: int, expected: str) -> bool:
         if not self.path.is_file() or not 0 < size <= self.path.stat().st_size:
             return False
+        self._content = OrderedHash(self._ends)
         self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115
         self._file.truncate(size)
+        offset = 0
         while data := self._file.read(REREAD_BYTES):
-            self._content.update(data)
-        if self._content.text() == expected:
+            self._content.update(offset, data)
+            offset += len(data)
+        if offset == size and self._content.text(size) == expected:
             self.size = size
             return True
         self._file.close()
         return False
 
+    def hash(self, offset: int, piece: Tensor) -> None:
+        """Hash a piece that will be written at this place; whoever computed it has it in the cache still."""
+        self._content.update(offset, raw_bytes(piece))
+
     def write(self, piece: Tensor) -> None:
-        """The piece must not change afterwards: it is written a little later."""
-        self._later(self._put, raw_bytes(piece))
+        """The next piece."""
+        self._put(raw_bytes(piece))
 
-    def mark(self, tell: Callable[[int, str], None]) -> None:
-        """Call `tell` with the size and hash of all that was handed in so far, once it is written."""
-        self._later(lambda: tell(self.size, self._content.text()))
-
-    def _later(self, work: Callable[..., None], *arguments: Any) -> None:
-        if len(self._waiting) >= WAITING:
-            self._waiting.popleft().result()
-        self._waiting.append(self._hand.submit(work, *arguments))
+    def reached(self) -> tuple[int, str]:
+        """Size and hash of what has been written; asked for at the end of a tensor."""
+        return self.size, self._content.text(self.size)
 
     def _put(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
+        self._content.update(self.size, view)
         while view:
             done = self._append(view)
-            self._content.update(view[:done])
             view = view[done:]
             self.size += done
         if self.size - self._flushed >= FLUSH_BYTES:
@@ -117,8 +117,6 @@ class SafetensorsWriter:
 
     def close(self) -> str:
         """Flush to disk and return the hash."""
-        while self._waiting:
-            self._waiting.popleft().result()
         if self.size != self._expected:
             raise UnsafeResult(
                 f"{self.path.name}: wrote {self.size} bytes of {self._expected}; this is a bug."
@@ -127,7 +125,7 @@ class SafetensorsWriter:
             self._flushing.result()
         os.fsync(self._file.fileno())
         self._let_go()
-        return self._content.text()
+        return self._content.text(self.size)
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -136,7 +134,6 @@ class SafetensorsWriter:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._hand.shutdown(wait=True)
         self._flusher.shutdown(wait=True)
         self._file.close()
 
