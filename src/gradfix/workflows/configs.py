@@ -121,7 +121,9 @@ class TransportConfig(ShotOptions):
     tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
     target: str = option("The new base model.", required=True)
     out: str = option("Folder to write.", required=True)
-    method: str = option("best (our recipe), a method of compare by its name, or mask: the options below.", "mask")
+    method: str = option(
+        "best (our recipe), a method of compare by its name, or mask: the options below.", "mask"
+    )
     mask: str = option("agree, veto, force, magnitude, none, random, random_force.", "agree")
     margin: str = option("veto only: how confident a vote must be to drop an entry, 0 to 1, or auto.", "auto")
     alpha: str = option("Scale of the update, or auto: chosen on validation data or by folds.", "auto")
