@@ -77,7 +77,7 @@ def test_the_readme_alone_is_enough(clean, capsys):
         (("--tuned my-fine-tune", "--tuned old-base"), 6, ["equals", "task vector is zero"]),
         (("--mask", "--mask"), 0, []),
         (("--alpha 0.5", "--alpha 0.5 --mask agre"), 2, ["Did you mean 'agree'?"]),
-        (("--alpha 0.5", "--alpha half"), 2, ["--alpha must be a number or 'auto'"]),
+        (("--alpha 0.5", "--alpha half"), 2, ["--alpha must be a finite number or 'auto'"]),
         (("--out moved", "--out new-base"), 8, ["input", "Choose another"]),
         (("--target new-base ", ""), 2, ["--target is missing: The new base model."]),
     ],

@@ -326,6 +326,7 @@ INTERRUPT = f"""
 import os, signal, sys, threading
 import gradfix.finetuning as f
 from gradfix.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that on
 step = f.finetune
 def soon(*args, **kwargs):
     threading.Timer(0.3, os.kill, (os.getpid(), {int(signal.SIGINT)})).start()

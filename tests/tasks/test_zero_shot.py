@@ -156,7 +156,7 @@ def test_open_clip_file_tag_and_folder_are_the_same_model(tiny_architecture: Pat
         == open_checkpoint(tiny_architecture).fingerprint()
     )
     assert tag.encoder.config["preprocess_cfg"]["std"] == (0.25, 0.25, 0.25)
-    with pytest.raises(UsageError, match="name its open_clip architecture"):
+    with pytest.raises(UsageError, match="a bare weights file of open_clip needs its --architecture"):
         TASKS["zero-shot"](IMAGE_PROMPTS).open(tiny_architecture)
     with pytest.raises(UsageError, match="Did you mean 'tiny-clip'"):
         TASKS["zero-shot"](IMAGE_PROMPTS, architecture="tiny-clp").open(tiny_architecture)
