@@ -95,6 +95,28 @@ def merge_with_mergekit(folder: Path, method: str, out: Path) -> Any:
 TOOLS = {"gradfix": merge_with_gradfix, "mergekit": merge_with_mergekit}
 
 
+class Clock:
+    """Seconds and processor seconds of this process since its start, and what all others took meanwhile."""
+
+    def __init__(self) -> None:
+        self.start = self.read()
+
+    @staticmethod
+    def read() -> tuple[float, float, float]:
+        ticks = [int(field) for field in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
+        busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), time.process_time(), busy
+
+    def spent(self) -> dict[str, float]:
+        seconds, own, busy = (after - before for before, after in zip(self.start, self.read(), strict=True))
+        others = max(busy - own, 0.0)
+        return {
+            "seconds": round(seconds, 2),
+            "processor_seconds": round(own, 2),
+            "processor_seconds_of_others": round(others, 2),
+        }
+
+
 class Memory(threading.Thread):
     """Samples this process every 20 ms: resident memory, and the part of it that no file backs."""
 
@@ -125,12 +147,12 @@ def run_one(tool: str, folder: Path, method: str) -> dict[str, Any]:
     work = TOOLS[tool](folder, method, out)
     memory = Memory()
     memory.start()
-    begin, processor = time.perf_counter(), time.process_time()
+    clock = Clock()
     work()
-    seconds, busy = time.perf_counter() - begin, time.process_time() - processor
+    spent = clock.spent()
     used = memory.added()
     shutil.rmtree(out)
-    return {"seconds": round(seconds, 1), "processor_seconds": round(busy, 1), **used}
+    return {**spent, **used}
 
 
 def versions(python: str) -> dict[str, str]:

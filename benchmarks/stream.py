@@ -2,9 +2,10 @@
 
 Transport between checkpoints of --gib GiB each (random bf16 weights in Llama's shape, int8 votes) with
 transport_checkpoint; beside it, on the same files and in turns, plain copies (read every input, write and
-flush one of them) and mergekit's task_arithmetic (base + (target - base) + alpha (tuned - base), which is the
-same update without a mask). Every run is a process of its own; seconds exclude imports; peak memory is what the
-process adds to its imports (no file-backed pages). Needs about five times --gib of disk, emptied afterwards."""
+flush one of them), the same copies written past the page cache as gradfix writes large files (where Linux can), and
+mergekit's task_arithmetic (base + (target - base) + alpha (tuned - base), which is the same update without a mask).
+Every run is a process of its own; seconds exclude imports; peak memory is what the process adds to its imports (no
+file-backed pages). Needs about five times --gib of disk, emptied afterwards."""
 
 from __future__ import annotations
 
@@ -15,13 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.merge import Memory, versions  # noqa: E402
+from benchmarks.merge import Clock, Memory, versions  # noqa: E402
 
 WIDTH, HIDDEN, VOCABULARY, ALPHA, BLOCK = 2048, 5632, 32000, 0.7, 1 << 20
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN + 2 * WIDTH
@@ -72,7 +72,7 @@ def make_files(folder: Path, gib: float) -> None:
             writer.close()
 
 
-def copies(folder: Path, out: Path) -> Any:
+def copies(folder: Path, out: Path, flags: int = 0) -> Any:
     def work() -> None:
         block = bytearray(BLOCK)
         for role in ("base", "tuned", "votes"):
@@ -82,11 +82,18 @@ def copies(folder: Path, out: Path) -> Any:
         out.mkdir()
         source = folder / "target" / "model.safetensors"
         with open(source, "rb", buffering=0) as file, open(out / "copy", "wb", buffering=0) as copy:
+            done = 0
             while count := file.readinto(block):
-                copy.write(memoryview(block)[:count])
+                done += os.pwritev(copy.fileno(), [memoryview(block)[:count]], done, flags)
             os.fsync(copy.fileno())
 
     return work
+
+
+def uncached_copies(folder: Path, out: Path) -> Any:
+    from gradfix.checkpoints.safetensors_writer import DONT_CACHE
+
+    return copies(folder, out, DONT_CACHE)
 
 
 def gradfix_stream(folder: Path, out: Path) -> Any:
@@ -117,7 +124,12 @@ def mergekit(folder: Path, out: Path) -> Any:
     return lambda: run_merge(MergeConfiguration.model_validate(content), str(out), options)
 
 
-TOOLS = {"copies": copies, "gradfix": gradfix_stream, "mergekit": mergekit}
+TOOLS = {
+    "copies": copies,
+    "uncached_copies": uncached_copies,
+    "gradfix": gradfix_stream,
+    "mergekit": mergekit,
+}
 
 
 def run_one(tool: str, folder: Path) -> dict[str, Any]:
@@ -125,12 +137,12 @@ def run_one(tool: str, folder: Path) -> dict[str, Any]:
     work = TOOLS[tool](folder, out)
     memory = Memory()
     memory.start()
-    begin, processor = time.perf_counter(), time.process_time()
+    clock = Clock()
     work()
-    seconds, busy = time.perf_counter() - begin, time.process_time() - processor
+    spent = clock.spent()
     used = memory.added()
     shutil.rmtree(out)
-    return {"seconds": round(seconds, 2), "processor_seconds": round(busy, 2), **used}
+    return {**spent, **used}
 
 
 def main() -> None:
@@ -147,7 +159,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(run_one(arguments.one[0], Path(arguments.one[1]))))
         return
-    interpreters = {"copies": sys.executable, "gradfix": sys.executable}
+    interpreters = dict.fromkeys(("copies", "uncached_copies", "gradfix"), sys.executable)
     if arguments.python:
         interpreters["mergekit"] = arguments.python
     rows: list[dict[str, Any]] = []
@@ -170,7 +182,7 @@ def main() -> None:
         "best_seconds": best,
         "times_plain_copies": {tool: round(value / best["copies"], 2) for tool, value in best.items()},
         "arguments": {"gib": arguments.gib, "rounds": arguments.rounds},
-        "versions": {tool: versions(python) for tool, python in interpreters.items() if tool != "copies"},
+        "versions": {tool: versions(python) for tool, python in interpreters.items() if "copies" not in tool},
         "machine": {"cores": os.cpu_count(), "note": "shared machine: see the load averages"},
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -52,7 +52,7 @@ def ahead(pool: PieceWorkers, function: Callable[[Item], Result], items: Iterabl
     waiting: deque[Future[Result]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
-        if len(waiting) > pool.count + 1:
+        if len(waiting) > pool.count:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

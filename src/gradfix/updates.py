@@ -16,7 +16,7 @@ from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.pieces import Buffers
 
-SPAN = 2  # chunks read at a time
+SPAN = 4  # chunks read at a time
 BLOCK = 1 << 18  # entries computed at a time; with fewer, threads wait for Python more than they compute
 
 
