@@ -30,7 +30,8 @@ FOLD_OPERATIONS = 1000.0  # what folding one weight's sign costs where only the 
 CHECKED_SAMPLES = 2  # on which the batched engine is compared with the loop before it is trusted
 CHECK_PASSES = 9.0  # forward passes' worth of work per checked sample
 READ_BYTES_PER_SECOND = 1.0e9
-HASH_BYTES_PER_SECOND = 1.5e9
+HASH_BYTES_PER_SECOND = 3.0e9  # of files, in BLAKE3
+KEY_BYTES_PER_SECOND = 1.5e9  # of weights in memory, in sha256: by them a partial vote is recognised
 HELD_BACK = 1.1  # of what is alive: the allocator keeps pieces that fit nothing
 SLACK = 40 * 2**20  # hashing, writing, and what the C library does not give back
 START_SECONDS = 5.0  # imports, tokenizer, examples
@@ -275,7 +276,8 @@ def _traffic(setup: Setup) -> int:
 
 def _seconds(setup: Setup, pace: Pace) -> float:
     weights = setup.weights / setup.split
-    files = weights / READ_BYTES_PER_SECOND + (setup.shape.file_bytes + weights) / HASH_BYTES_PER_SECOND
+    files = weights / READ_BYTES_PER_SECOND + setup.shape.file_bytes / HASH_BYTES_PER_SECOND
+    files += weights / KEY_BYTES_PER_SECOND
     if setup.mode == "offload":
         files += _traffic(setup) / READ_BYTES_PER_SECOND
     passes = _operations(setup) / setup.devices / (pace.speed * EFFICIENCY)
