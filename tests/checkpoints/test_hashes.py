@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import gradfix
 from gradfix.checkpoints.folder import is_target, target_fingerprint
-from gradfix.checkpoints.hashes import ContentHash, FileHash, hash_file, holds
+from gradfix.checkpoints.hashes import ContentHash, FileHash, OrderedHash, hash_file, holds
 from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import Part, open_checkpoint
 from gradfix.checkpoints.prefix import Renamed
@@ -81,6 +81,21 @@ def test_ranges_out_of_order_cost_a_second_reading_and_nothing_else(tmp_path: Pa
     hashed.update(50, bytes(range(50, 100)))
     hashed.update(0, bytes(range(50)))
     assert hashed.text() == hash_file(path)
+
+
+@given(data=st.data(), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_parts_from_several_threads_are_hashed_in_the_file_s_order(
+    data: st.DataObject, sizes: list[int]
+) -> None:
+    """In any order, some of them twice; hashes of beginnings are those of the bytes."""
+    whole = bytes(range(sum(sizes)))
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = [(end - size, whole[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    hashed = OrderedHash(ends)
+    for part in data.draw(st.permutations([*parts, *data.draw(st.lists(st.sampled_from(parts)))])):
+        hashed.update(*part)
+    for end in ends:
+        assert hashed.text(end) == "blake3:" + blake3(whole[:end]).hexdigest()
 
 
 def test_every_view_of_a_file_is_hashed_while_it_is_read(roles, monkeypatch) -> None:

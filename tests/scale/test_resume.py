@@ -73,6 +73,17 @@ def test_an_interrupted_transport_goes_on_with_the_same_bits(job, tmp_path, limi
     assert not list(tmp_path.glob(".out.gradfix*"))
 
 
+def test_the_number_of_workers_changes_nothing(job, tmp_path, monkeypatch):
+    for cores in (1, 2, 9):
+        monkeypatch.setattr("gradfix.threads.os.cpu_count", lambda cores=cores: cores)
+        gradfix.transport_checkpoint(**job, out=tmp_path / f"on {cores}")
+    whole = content(tmp_path / "on 1")
+    assert content(tmp_path / "on 2") == content(tmp_path / "on 9") == whole
+    _interrupt(job, tmp_path / "out", 12_000, "SIGKILL")
+    gradfix.transport_checkpoint(**job, out=tmp_path / "out")
+    assert content(tmp_path / "out") == whole
+
+
 @pytest.mark.parametrize("damage", ["bytes", "journal", "length"])
 def test_a_damaged_beginning_is_written_again(job, tmp_path, damage):
     gradfix.transport_checkpoint(**job, out=tmp_path / "whole")
