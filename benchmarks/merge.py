@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,11 @@ class Memory(threading.Thread):
 
 def run_one(tool: str, folder: Path, method: str) -> dict[str, Any]:
     out = folder / f"out-{tool}-{method}"
-    work = TOOLS[tool](folder, method, out)
+    return measured(TOOLS[tool](folder, method, out), out)
+
+
+def measured(work: Callable[[], Any], out: Path) -> dict[str, Any]:
+    """Time and memory of one run; what it wrote is removed afterwards."""
     memory = Memory()
     memory.start()
     clock = Clock()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.merge import Clock, Memory, versions  # noqa: E402
+from benchmarks.merge import measured, versions  # noqa: E402
 
 WIDTH, HIDDEN, VOCABULARY, ALPHA, BLOCK = 2048, 5632, 32000, 0.7, 1 << 20
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * HIDDEN + 2 * WIDTH
@@ -134,15 +133,7 @@ TOOLS = {
 
 def run_one(tool: str, folder: Path) -> dict[str, Any]:
     out = folder / f"out-{tool}"
-    work = TOOLS[tool](folder, out)
-    memory = Memory()
-    memory.start()
-    clock = Clock()
-    work()
-    spent = clock.spent()
-    used = memory.added()
-    shutil.rmtree(out)
-    return {**spent, **used}
+    return measured(TOOLS[tool](folder, out), out)
 
 
 def main() -> None:
