@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradfix.votes.batched import batched
-from gradfix.votes.forms import Dense, Product, Rows, Sum, combine, densify
+from gradfix.votes.forms import Dense, Product, Rows, Sum, Tied, combine, densify
 from gradfix.votes.layout import Layout, candidates, explain
 from gradfix.votes.loop import loop
 from gradfix.votes.rules import RULES
@@ -172,8 +172,9 @@ def test_forms_fold_the_signs_of_their_gradients(
     ]
     shape = torch.Size((rows, columns))
     whole = combine([(form, lambda out: out) for form in forms], shape)
-    assert isinstance(whole, Sum)
-    for form in [*forms, whole, combine([(forms[0], lambda out: out)] * 2, shape)]:
+    tied = combine([(form, lambda out: out) for form in (*forms[:2], forms[1])], shape)
+    assert isinstance(whole, Sum) and isinstance(tied, Tied)
+    for form in [*forms, whole, tied, combine([(forms[0], lambda out: out)] * 2, shape)]:
         votes = torch.ones(shape, dtype=torch.int8)
         form.fold(votes)
         assert torch.equal(votes, 1 - densify(form).values.sign().sum(0).to(torch.int8))

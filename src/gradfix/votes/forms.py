@@ -20,6 +20,7 @@ MANY_TOKENS = 64
 BLOCK_BYTES = 8 * 2**20
 BLOCK_SAMPLES = 16
 LEAST_ROWS = 32
+COPY_BYTES = 96 * 2**20  # of a product's operands without some of their rows, at a time
 
 
 class Form(Protocol):
@@ -120,6 +121,46 @@ class Rows:
         votes.index_add_(0, target, sums.sign_().to(votes.dtype), alpha=-1)
 
 
+class Tied:
+    """The sum of a product and of rows: a table that embeds tokens and scores them as well.
+
+    A sample's few rows are taken out of its product, where they then count nothing, and vote for themselves."""
+
+    def __init__(self, product: Product, rows: Rows) -> None:
+        self.product, self.rows = product, rows
+        self.samples, self.shape, self.device = product.samples, product.shape, product.device
+        self.dtype = torch.promote_types(product.dtype, rows.dtype)
+
+    def accumulate(self, sample: int, out: Tensor) -> None:
+        self.product.accumulate(sample, out)
+        self.rows.accumulate(sample, out)
+
+    def fold(self, votes: Tensor) -> None:
+        one = self.product.left[0].nbytes + self.rows.index.shape[1] * self.shape[1] * 8
+        step = max(1, COPY_BYTES // max(1, one))
+        for start in range(0, self.samples, step):
+            self._fold_some(slice(start, start + step), votes)
+
+    def _fold_some(self, samples: slice, votes: Tensor) -> None:
+        left, right = self.product.left[samples], self.product.right[samples]
+        index, values = self.rows.index[samples], self.rows.values[samples]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        columns = index[:, None].expand(-1, left.shape[1], -1)
+        scores = left.gather(2, columns).mT.to(wide) @ right.to(wide)
+        # A row is scored once, however often it occurs.
+        scores.masked_fill_(_seen_before(index)[..., None], 0)
+        Product(left.scatter(2, columns, 0), right).fold(votes)
+        Rows(index, scores.add_(values), self.shape[0]).fold(votes)
+
+
+def _seen_before(index: Tensor) -> Tensor:
+    """Where an entry repeats an earlier one of its row."""
+    ordered, order = index.sort(dim=1, stable=True)
+    repeats = torch.zeros_like(index, dtype=torch.bool)
+    repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return torch.zeros_like(repeats).scatter_(1, order, repeats)
+
+
 class Dense:
     """Every sample's gradient, written down: only for small tensors such as biases and norms."""
 
@@ -194,6 +235,10 @@ def combine(parts: Sequence[tuple[Form, Callable[[Tensor], Tensor]]], shape: tor
     if all(isinstance(form, Rows) for form in forms):
         index = torch.cat([form.index for form in forms], 1)  # type: ignore[attr-defined]
         return Rows(index, torch.cat([form.values for form in forms], 1), shape[0])  # type: ignore[attr-defined]
+    kinds = {kind: [part for part in parts if isinstance(part[0], kind)] for kind in (Product, Rows)}
+    if all(kinds.values()) and sum(map(len, kinds.values())) == len(parts):
+        product, rows = (combine(some, shape) for some in kinds.values())
+        return Tied(product, rows)  # type: ignore[arg-type]
     if all(isinstance(form, Dense) for form in forms):
         return Dense(torch.stack([form.values for form in forms]).sum(0))  # type: ignore[attr-defined]
     return Sum(parts, shape)

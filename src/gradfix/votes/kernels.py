@@ -92,14 +92,16 @@ def sees(tensor: Tensor) -> bool:
 
 def fold_rows(values: list[Tensor], votes: list[Tensor]) -> None:
     """votes += sum_n sign(-values_n) for many small tensors together; each votes tensor must be contiguous."""
-    samples = values[0].shape[0]
-    joined = torch.cat([value.reshape(samples, -1) for value in values], 1)
-    width = joined.shape[1]
-    total = torch.zeros(width, dtype=votes[0].dtype, device=joined.device)
-    grid = (1, _ceil(width, 256), 1)
-    _launch(_subtract_signs, grid, (joined, total), (samples, 1, width, width, 1), (1, 256), num_warps=4)
-    parts = total.split([tensor.numel() for tensor in votes])
-    torch._foreach_add_([tensor.view(-1) for tensor in votes], list(parts))
+    samples, kinds = values[0].shape[0], {value.dtype for value in values}
+    for kind in kinds:  # joining several would first convert each tensor
+        chosen = [place for place, value in enumerate(values) if value.dtype == kind]
+        joined = torch.cat([values[place].reshape(samples, -1) for place in chosen], 1)
+        width = joined.shape[1]
+        total = torch.zeros(width, dtype=votes[0].dtype, device=joined.device)
+        grid, numbers = (1, _ceil(width, 256), 1), (samples, 1, width, width, 1)
+        _launch(_subtract_signs, grid, (joined, total), numbers, (1, 256), num_warps=4)
+        own = [votes[place].view(-1) for place in chosen]
+        torch._foreach_add_(own, list(total.split([tensor.numel() for tensor in own])))
 
 
 def token_sums(gradient: Tensor, data: Tensor, kind: str, eps: float) -> tuple[Tensor, Tensor]:

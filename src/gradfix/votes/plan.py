@@ -63,6 +63,11 @@ class Plan:
         """Whether some layout depends on the sequence length, so that the plan holds for one length only."""
         return any(step.layout is not None and step.layout.rows > 1 for step in self.steps)
 
+    @property
+    def derives(self) -> bool:
+        """Whether some weight is made of others before it meets a sample."""
+        return any(step.role == "derive" for step in self.steps)
+
     def uses(self) -> Counter[str]:
         return Counter(name for step in self.steps if step.role == "vote" for name in step.roots)
 

@@ -5,6 +5,7 @@ Broadcasting operations do it for all samples at once; an unknown one is replaye
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -238,6 +239,23 @@ def _vjp(call: Call, inputs: dict[str, Tensor], gradient: Tensor) -> dict[str, T
     return {
         role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)
     }
+
+
+def pulled_back(output: Tensor, inputs: Sequence[Tensor], gradients: Tensor) -> list[Tensor | None]:
+    """Every sample's gradient of `output` sent back to the inputs; None for an input that it was not made of."""
+    reached: list[int] = []
+
+    def one(gradient: Tensor) -> list[Tensor]:
+        found = torch.autograd.grad(output, inputs, gradient, retain_graph=True, allow_unused=True)
+        reached[:] = [place for place, g in enumerate(found) if g is not None]
+        return [g for g in found if g is not None]
+
+    # autograd's own `is_grads_batched` knows few operations, and sends the samples through an embedding one by one.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "There is a performance drop")
+        found = torch.func.vmap(one)(gradients)
+    stacked = dict(zip(reached, found))
+    return [stacked.get(place) for place in range(len(inputs))]
 
 
 def one_by_one(call: Call, gradients: Callable[[int], dict[str, Tensor]], count: int) -> dict[str, Form]:

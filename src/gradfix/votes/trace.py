@@ -18,7 +18,7 @@ from gradfix.votes import kernels
 from gradfix.votes.forms import Dense, Form, combine, densify
 from gradfix.votes.plan import Key, Plan, PlanMismatch, Step, read_call
 from gradfix.votes.recipe import Recipe, write_down
-from gradfix.votes.replay import overwrites
+from gradfix.votes.replay import overwrites, pulled_back
 from gradfix.votes.rules import Call, Samples
 from gradfix.votes.tally import Tally
 from gradfix.votes.watch import Tap, Tracked, Watch, inside, is_composite, is_own, key_of, tensors_in
@@ -74,7 +74,7 @@ class Votes(Watch):
         self.plan, self.tally, self.samples = plan, tally, samples
         self.position, self.replaying = 0, False
         self.recomputes = False  # activations of some use are not kept, and its forward may run again
-        self.uses = plan.uses()
+        self.uses, self.derives = plan.uses(), plan.derives
         self.waiting: dict[str, list[tuple[Form, Tensor]]] = {name: [] for name in self.uses}
         self.small: list[tuple[Dense, Tensor]] = []
         for name, parameter in tally.parameters.items():
@@ -166,6 +166,9 @@ class Votes(Watch):
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         use = Use(self, step, call)
+        if self.derives and not self.replaying:
+            for weight in call.weights.values():
+                self.tracked[id(weight)].uses += 1
         self.recomputes = self.recomputes or redirected
         if self.plan.light and step.on_samples and output.requires_grad and not redirected:
             output.grad_fn.register_prehook(use.see)  # type: ignore[union-attr]
@@ -222,18 +225,24 @@ class Votes(Watch):
         if weight.votes is not None:
             self._add(weight.roots[0], form, weight.votes)
             return
-        roots = weight.roots
-        found = torch.autograd.grad(
-            weight.tensor,
-            [self.tally.parameters[name] for name in roots],
-            densify(form).values.to(weight.tensor.dtype),
-            is_grads_batched=True,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for name, gradients in zip(roots, found):
-            if gradients is not None:
-                self._add(name, Dense(gradients), self.tally[name])
+        values = densify(form).values
+        if weight.gradients is None:
+            weight.gradients = values.to(torch.promote_types(values.dtype, torch.float32))
+        else:
+            weight.gradients += values
+            self.uses.subtract(weight.roots)
+        weight.uses -= 1
+        if weight.uses == 0:
+            self._send_back(weight)
+
+    def _send_back(self, weight: Tracked) -> None:
+        """From a derived weight's gradients to those of the parameters it was made of."""
+        assert weight.gradients is not None
+        gradients, weight.gradients = weight.gradients.to(weight.tensor.dtype), None
+        parameters = [self.tally.parameters[name] for name in weight.roots]
+        for name, found in zip(weight.roots, pulled_back(weight.tensor, parameters, gradients)):
+            if found is not None:
+                self._add(name, Dense(found), self.tally[name])
             else:
                 self.uses[name] -= 1
 
@@ -280,6 +289,9 @@ class Votes(Watch):
 
     def _finish(self) -> None:
         """Fold weights of which some use reached no loss, and all the small ones at once."""
+        for weight in self.tracked.values():
+            if weight.gradients is not None:
+                self._send_back(weight)
         with torch.no_grad():
             for name, uses in self.waiting.items():
                 if uses:

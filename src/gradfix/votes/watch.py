@@ -51,7 +51,9 @@ class Tap(torch.autograd.Function):
 
 @dataclass(slots=True)
 class Tracked:
-    """A tensor made of weights alone. `votes` is the part of the tally with the same entries, if there is one."""
+    """A tensor made of weights alone. `votes` is the part of the tally with the same entries, if there is one.
+
+    Without one, its samples' gradients are summed over its uses, and sent back through what made it when all are in."""
 
     tensor: Tensor
     roots: tuple[str, ...]
@@ -59,6 +61,8 @@ class Tracked:
     live: bool = True
     votes: Tensor | None = None
     detached: Tensor | None = None
+    uses: int = 0
+    gradients: Tensor | None = None
 
     def without_grad(self) -> Tensor:
         if self.detached is None:
