@@ -84,7 +84,7 @@ class Broadcast(_Replayed):
             call.inputs = {p: t.new_zeros(()).expand(t.shape) for p, t in call.inputs.items()}
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
-        return all(_aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
+        return all(aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
         layout, ndim = samples.layout, gradient.ndim
@@ -93,9 +93,9 @@ class Broadcast(_Replayed):
             return scaled
         leaves = {}
         for role, weight in call.weights.items():
-            shape = list(_aligned(weight, ndim).shape)
+            shape = list(aligned(weight, ndim).shape)
             shape[layout.dim] = gradient.shape[layout.dim]
-            leaves[role] = _leaf(_aligned(weight, ndim).expand(shape))
+            leaves[role] = _leaf(aligned(weight, ndim).expand(shape))
         with torch.enable_grad():
             output = run(call, call.options["function"], leaves, call.inputs)
         found = torch.autograd.grad(output, list(leaves.values()), gradient.to(output.dtype))
@@ -118,11 +118,11 @@ class Broadcast(_Replayed):
 
 
 @register("attention")
-class Attention(Broadcast):
+class Attention(_Replayed):
     """Attention under a mask that is made of weights, the same for every sample: relative position biases."""
 
     functions = (F.scaled_dot_product_attention,)
-    owns_output = False
+    spreads = True
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
         call = super().read(args, kwargs, is_weight)
@@ -131,16 +131,19 @@ class Attention(Broadcast):
         return call
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
-        return layout == Layout(0, 1) and super().allows(call, layout, output)
+        weights = call.weights.values()
+        return layout == Layout(0, 1) and all(
+            aligned(weight, len(output)).shape[0] == 1 for weight in weights
+        )
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
-        # Fused kernels keep what the mask's gradient needs only where the queries ask for one, too.
-        inputs = {place: tensor.detach() for place, tensor in call.inputs.items()}
-        inputs["0"].requires_grad_()
-        return super().gradients(call.keep(inputs), gradient, samples)
+        return {
+            role: Dense(gradient.reshape(samples.count, *weight.shape))
+            for role, weight in call.weights.items()
+        }
 
 
-def _aligned(weight: Tensor, ndim: int) -> Tensor:
+def aligned(weight: Tensor, ndim: int) -> Tensor:
     return weight.reshape((1,) * (ndim - weight.ndim) + tuple(weight.shape))
 
 
@@ -173,7 +176,7 @@ class Repeat(_Replayed):
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
         (role, weight), *more = call.weights.items()
-        shape = _aligned(weight, gradient.ndim).shape
+        shape = aligned(weight, gradient.ndim).shape
         by_sample = samples.split(gradient)
         broadcast = shape[samples.layout.dim] == 1 and all(
             small in (1, large) for small, large in zip(shape, by_sample.shape[1:])

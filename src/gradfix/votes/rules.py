@@ -59,6 +59,9 @@ class Rule:
 
     functions: Sequence[Callable[..., Any]] = ()
     owns_output = True  # the output is not kept for the operation's own backward
+    spreads = (
+        False  # its operation runs with a weight per sample, whose gradients it gets instead of the output's
+    )
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
         """The call's parts, or None when this rule does not cover it."""

@@ -18,10 +18,10 @@ from gradfix.votes import kernels
 from gradfix.votes.forms import Dense, Form, combine, densify
 from gradfix.votes.plan import Key, Plan, PlanMismatch, Step, read_call
 from gradfix.votes.recipe import Recipe, write_down
-from gradfix.votes.replay import overwrites, pulled_back
+from gradfix.votes.replay import aligned, overwrites, pulled_back, run
 from gradfix.votes.rules import Call, Samples
 from gradfix.votes.tally import Tally
-from gradfix.votes.watch import Tap, Tracked, Watch, inside, is_composite, is_own, key_of, tensors_in
+from gradfix.votes.watch import Spread, Tap, Tracked, Watch, inside, is_composite, is_own, key_of, tensors_in
 
 _CASTS = {
     Tensor.to,
@@ -151,24 +151,43 @@ class Votes(Watch):
         call = read_call(step.rule, func, args, kwargs, self._is_live)
         if call is None:
             raise PlanMismatch(str(step.key))
+        if step.rule.spreads:
+            return self._spread(step, call, func)
         if overwrites(func):
             call.inputs = {role: tensor.clone() for role, tensor in call.inputs.items()}
         elif self.plan.light and step.on_samples and not self.replaying:
             recipe = write_down(func, args, kwargs, call, self.tracked)
             if recipe is not None:
                 self.plan.recipes[self.position - 1] = recipe
-        output = func(*self._detached(args), **(self._detached(kwargs) if kwargs else kwargs))
+        output = func(*self._detached(args), **self._detached(kwargs))
         return self._watched(step, call, output, _saving_is_redirected())
+
+    def _spread(self, step: Step, call: Call, func: Any) -> Tensor:
+        """Run an operation with a weight per sample; its own backward gives their gradients."""
+        inputs, call.inputs = call.inputs, {}
+        use = self._use(step, call)
+        ((place, weight),) = call.weights.items()
+        data = inputs["0"]
+        shape = (self.samples, *aligned(weight, data.ndim).shape[1:])
+        own = Spread.apply(self.tracked[id(weight)].without_grad(), self.anchor, use.receive, shape)
+        if not data.requires_grad:
+            # Fused kernels keep what the weight's gradient needs only where the data asks for one, too.
+            inputs["0"] = Tap.apply(data, self.anchor, _ignore, False)
+        self.recomputes = self.recomputes or _saving_is_redirected()
+        return run(call, func, {place: own}, inputs)
+
+    def _use(self, step: Step, call: Call) -> Use:
+        if self.derives and not self.replaying:
+            for weight in call.weights.values():
+                self.tracked[id(weight)].uses += 1
+        return Use(self, step, call)
 
     def _watched(self, step: Step, call: Call, output: Tensor, redirected: bool) -> Tensor:
         """The output, once its gradient is sure to reach the use's rule."""
         assert step.rule is not None and step.layout is not None
         if not step.layout.fits(output.shape, self.samples):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
-        use = Use(self, step, call)
-        if self.derives and not self.replaying:
-            for weight in call.weights.values():
-                self.tracked[id(weight)].uses += 1
+        use = self._use(step, call)
         self.recomputes = self.recomputes or redirected
         if self.plan.light and step.on_samples and output.requires_grad and not redirected:
             output.grad_fn.register_prehook(use.see)  # type: ignore[union-attr]
@@ -298,6 +317,10 @@ class Votes(Watch):
                     self._settle(name)
             if self.small:
                 kernels.fold_rows([form.values for form, _ in self.small], [votes for _, votes in self.small])
+
+
+def _ignore(_: Sequence[Tensor], gradient: Tensor) -> None:
+    """A tap that is there for its gradient to be asked for, not seen."""
 
 
 def _swapped(value: Any, source: Tracked) -> Any:

@@ -49,6 +49,23 @@ class Tap(torch.autograd.Function):
         return gradient, None, None, None, *(None for _ in range(ctx.inputs))
 
 
+class Spread(torch.autograd.Function):
+    """A weight as if every sample had its own, without the memory; on the way back it shows each sample's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, anchor: Tensor, receiver: Receiver, shape: Sequence[int]) -> Tensor:
+        ctx.receiver = receiver
+        ctx.set_materialize_grads(False)
+        return weight.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:  # type: ignore[override]
+        if gradient is not None:
+            with torch._C.DisableTorchFunction():
+                ctx.receiver((), gradient)
+        return None, None, None, None
+
+
 @dataclass(slots=True)
 class Tracked:
     """A tensor made of weights alone. `votes` is the part of the tally with the same entries, if there is one.
