@@ -253,7 +253,7 @@ SUITE: list[tuple[list[str], dict[str, Any]]] = [
     (["vit-l"], {"timed": 10, "profile": True, "schemes": [n for n in SCHEMES if n != "opacus"]}),
     (["llama-1b"], {"repeats": 3, "micro_batch": 25, "timed": 4, "profile": True,
                     "schemes": [*PAIR, "loop", "vmap", "retain_graph"]}),
-    (["t5-base"], {"repeats": 10, "timed": 10, "schemes": [n for n in SCHEMES if n != "opacus"]}),
+    (["t5-base"], {"repeats": 10, "timed": 10, "profile": True, "schemes": [n for n in SCHEMES if n != "opacus"]}),
     (["vit-b"], {"dtypes": ["float32"], "tf32": True, "schemes": [*PAIR, "vmap"]}),
     (["vit-l"], {"dtypes": ["float32"], "tf32": True, "schemes": PAIR, "repeats": 5}),
     (["llama-1b"], {"dtypes": ["float32"], "tf32": True, "schemes": PAIR, "repeats": 2, "micro_batch": 25}),
