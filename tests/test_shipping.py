@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,10 +64,11 @@ def test_a_mask_beside_another_method_is_refused() -> None:
     config = TransportConfig(**INPUTS, out="out", method="veto", mask="force")
     with pytest.raises(UsageError, match="--method veto means --mask veto: leave --mask out"):
         spelled_out(config)
-    with pytest.raises(
-        UsageError, match="no method called 'few_shot' can be shipped; there are: mask, best, naive"
-    ):
-        spelled_out(TransportConfig(**INPUTS, out="out", method="few_shot"))
+    with pytest.raises(UsageError, match="--method few_shot has no --alpha: leave it out"):
+        spelled_out(TransportConfig(**INPUTS, out="out", method="few_shot", alpha="2"))
+    for name in ("zero_shot", "oracle", "veto_polis"):
+        with pytest.raises(UsageError, match=f"no method called '{name}'; there are: mask, best, naive"):
+            spelled_out(TransportConfig(**INPUTS, out="out", method=name))
 
 
 def test_the_verdict_says_how_to_ship_it() -> None:
@@ -81,4 +84,97 @@ def test_the_verdict_says_how_to_ship_it() -> None:
         "--shots": "8", "--method": "veto", "--validation": "none", "--out": "OUT",
     }  # fmt: skip
     assert ship_command(config, {**verdict, "transport": False}) is None
-    assert ship_command(config, {**verdict, "method": "veto_polish"}) is None
+    few_shot = ship_command(config, {**verdict, "transport": False, "method": "few_shot"})
+    assert few_shot is not None and "--method few_shot" in few_shot
+
+
+COMPARED = ("naive", "one_step", "few_shot", "gradfix", "veto", "veto_polish", "random_tau", "best")
+
+
+@pytest.fixture(scope="module")
+def compared(folder: Path) -> dict[str, dict[str, Any]]:
+    """One comparison of the readme's models; the rows by method."""
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", str(folder / value))]
+    words[words.index("--task") + 1] = INPUTS["task"]
+    file = str(folder / "results.json")
+    assert run(["compare", *words, "--shots", "2", "--methods", *COMPARED, "--json", file, "-q"]) == 0
+    return {row["method"]: row for row in json.loads(Path(file).read_text())["rows"]}
+
+
+@pytest.mark.parametrize("method", COMPARED)
+def test_what_is_shipped_scores_what_was_compared(
+    folder: Path, compared: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.chdir(folder)
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    out = f"shipped-{method}"
+    rest = ["--shots", "2", "--method", method, "--out", out, "--force", "--json", f"{out}.json", "-q"]
+    assert run(["transport", *words, *rest]) == 0
+    result, row = json.loads(Path(f"{out}.json").read_text()), compared[method]
+    assert result["test_after"]["accuracy"] == pytest.approx(row["accuracy"])
+    assert result["fewshot_loss_after"] == pytest.approx(row["loss_after"], rel=1e-4)
+    assert run(["verify", out, "-q"]) == 0
+    model = ["--model", out, "--head-from", "new-base", "--data", "my-data", "--task", "zero-shot"]
+    assert run(["evaluate", *model, "--json", "again.json", "-q"]) == 0
+    assert json.loads(Path("again.json").read_text())["accuracy"] == pytest.approx(row["accuracy"])
+
+
+def judged(folder: Path, **changes: Any) -> str:
+    """The results with a verdict of the test's own making."""
+    content = json.loads((folder / "results.json").read_text())
+    for verdict in content["verdicts"]:
+        verdict.update(changes)
+    file = folder / f"judged-{changes.get('method', 'other')}.json"
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+def by_verdict(file: str, out: str, *options: str) -> int:
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    return run(["transport", *words, "--force", "--verdict", file, "--out", out, *options, "-q"])
+
+
+@pytest.mark.usefixtures("compared")
+@pytest.mark.parametrize("method", ["few_shot", "veto"])
+def test_best_with_a_verdict_ships_the_verdict(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.chdir(folder)
+    file = judged(folder, method=method, transport=method != "few_shot")
+    assert by_verdict(file, f"verdict-{method}", "--method", "best", "--shots", "2") == 0
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    rest = ["--shots", "2", "--method", method, "--out", f"named-{method}", "--force", "-q"]
+    assert run(["transport", *words, *rest]) == 0
+    told, named = (load_file(f"{kind}-{method}/model.safetensors") for kind in ("verdict", "named"))
+    assert all(torch.equal(told[name], named[name]) for name in named)
+    manifest = json.loads(Path(f"verdict-{method}/gradfix.json").read_text())
+    assert any(f"{method} is the verdict" in note for note in manifest["details"]["notes"])
+    card = Path(f"verdict-{method}/README.md").read_text()
+    assert ("nothing of my-fine-tune is in it" in card) == (method == "few_shot")
+    assert "--verdict" not in card
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_verdict_that_does_not_fit_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    keep = judged(
+        folder, method="zero_shot", transport=False, advice="Do not transport: keep the target as it is."
+    )
+    cases = [
+        (keep, ["--shots", "2"], 6, "Do not transport: keep the target as it is. Nothing was written."),
+        ("results.json", [], 2, "has verdicts for 2 examples per class, not for 5; choose one by --shots"),
+        ("results.json", ["--shots", "2", "--mask", "force"], 2, "leave --method and --mask out"),
+        ("results.json", ["--shots", "2", "--target", "old-base"], 4, "on other weights than these (--target)"),
+        ("results.json", ["--shots", "2", "--validation", "none"], 2, "this transport chooses by folds"),
+        ("nowhere.json", ["--shots", "2"], 3, "does not exist; write one with `gradfix compare --json`"),
+    ]  # fmt: skip
+    for file, options, code, text in cases:
+        assert by_verdict(file, "refused", *options) == code
+        assert text in " ".join(capsys.readouterr().err.split())
+    content = json.loads(Path("results.json").read_text())
+    del content["verdicts"][0]["regime"]
+    Path("damaged.json").write_text(json.dumps(content))
+    assert by_verdict("damaged.json", "refused", "--shots", "2") == 3
+    assert not Path("refused").exists()

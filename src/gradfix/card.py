@@ -19,6 +19,7 @@ _CACHED = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROLES = {"base": "old base", "tuned": "fine-tune", "target": "new base"}
 LONGEST = 300
+TUNED_ONLY = ("few_shot", "one_step")  # methods that leave the old fine-tune out
 
 
 def card(manifest: Mapping[str, Any], *, library: str | None = None) -> str:
@@ -86,6 +87,8 @@ def _name(manifest: Mapping[str, Any], role: str) -> str:
 
 def _title(manifest: Mapping[str, Any]) -> str:
     tuned = _name(manifest, "tuned")
+    if _method(manifest) in TUNED_ONLY:
+        return f"{_name(manifest, 'target')} fine-tuned on a few examples"
     return (
         f"{tuned} moved to {_name(manifest, 'target')}"
         if tuned
@@ -94,7 +97,12 @@ def _title(manifest: Mapping[str, Any]) -> str:
 
 
 def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
-    if _path(manifest, "base") and _path(manifest, "tuned"):
+    if _method(manifest) in TUNED_ONLY:
+        what = (
+            f"{_name(manifest, 'target')} was fine-tuned on a few labelled examples; nothing of "
+            f"{_name(manifest, 'tuned')} is in it."
+        )
+    elif _path(manifest, "base") and _path(manifest, "tuned"):
         what = (
             f"What the fine-tune {_name(manifest, 'tuned')} learned on top of {_name(manifest, 'base')} was carried "
             f"over to {_name(manifest, 'target')}{_way(manifest)}"
@@ -118,6 +126,13 @@ def _way(manifest: Mapping[str, Any]) -> str:
             " by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
             "agreed, then trained for a few dozen steps to answer as the fine-tune does."
         )
+    if _method(manifest) == "veto_polish":
+        return (
+            ": the difference of the first two was masked by the signs of gradients of a few labelled examples and added "
+            "to the third, which was then fine-tuned on the same examples."
+        )
+    if _method(manifest) is not None:
+        return f" by the method {safe(_method(manifest))} of `gradfix compare`."
     if mask == "none":
         return ", without training: the difference of the first two was scaled and added to the third."
     if str(mask).startswith("random"):
@@ -149,7 +164,7 @@ def _settings(manifest: Mapping[str, Any]) -> str:
     counts, votes = _section(manifest, "counts"), _section(manifest, "votes")
     rows: list[tuple[str, object]] = [
         ("method", _method(manifest)),
-        ("mask", None if _method(manifest) == "best" else config.get("mask")),
+        ("mask", config.get("mask") if _method(manifest) is None else None),
         ("margin", config.get("margin")),
         ("alpha", config.get("alpha")),
         ("alpha chosen by", measured.get("chosen_by")),

@@ -156,11 +156,15 @@ class Arena:
 
     def few_shot_set(self, shots: int, seed: int) -> str:
         """Draw the set of this budget and seed and return the name of its batches."""
-        name = f"few-{shots}-{seed}"
+        name = self.set_name(shots, seed)
         if name not in self.examples:
             picked = few_shot(self.train, shots, seed, self.allow_fewer, self.bound.labels or None)
             self.define(name, [self.train[index] for index in picked])
         return name
+
+    @staticmethod
+    def set_name(shots: int, seed: int) -> str:
+        return f"few-{shots}-{seed}"
 
     def define(self, name: str, examples: Sequence[Example]) -> None:
         self.examples[name] = examples

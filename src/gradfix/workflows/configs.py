@@ -124,6 +124,7 @@ class TransportConfig(ShotOptions):
     method: str = option(
         "best (our recipe), a method of compare by its name, or mask: the options below.", "mask"
     )
+    verdict: str | None = option("results.json of a compare on these inputs: ship the method it says.")
     mask: str = option("agree, veto, force, magnitude, none, random, random_force.", "agree")
     margin: str = option("veto only: how confident a vote must be to drop an entry, 0 to 1, or auto.", "auto")
     alpha: str = option("Scale of the update, or auto: chosen on validation data or by folds.", "auto")

@@ -25,15 +25,13 @@ def write_page(config: TransportConfig, result: TransportResult, samples: int) -
 def page_results(config: TransportConfig, result: TransportResult, samples: int) -> Results:
     if result.before is None or result.after is None:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
-    name = (
-        "best"
-        if config.method == "best"
-        else {"agree": "gradfix", "none": "naive"}.get(config.mask, config.mask)
-    )
+    name = config.method
+    if name == "mask":
+        name = {"agree": "gradfix", "none": "naive"}.get(config.mask, config.mask)
     scores = dict(result.curve.points) if result.curve else {}
     shared: dict[str, Any] = {
         "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
-        "regime": _regime(config, result), "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
+        "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
         "flops": None, "samples": samples, "test_samples": int(result.before["samples"]), "margin": None, "kept": None,
     }  # fmt: skip
     before = shared | {
@@ -59,7 +57,7 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
         details["kept"].append({**where, "blocks": kept_by_block(moved, dict.fromkeys(moved, 1))})
     titles = {
         "zero_shot": "Target as it is",
-        name: f"Transported ({config.method if name == 'best' else config.mask})",
+        name: f"Transported ({config.mask if config.method == 'mask' else config.method})",
     }
     provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
     return Results.build(
@@ -70,8 +68,3 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
         provenance=[provenance],
         **details,
     )
-
-
-def _regime(config: TransportConfig, result: TransportResult) -> str:
-    """What the result was chosen on; the best recipe chooses nothing by labels unless there is a validation set."""
-    return "given" if config.method == "best" and result.regime == "few_shot" else result.regime

@@ -23,7 +23,7 @@ from gradfix.errors import IncompatibleCheckpoints
 from gradfix.masks import MASKS
 from gradfix.meter import Meter, nbytes
 from gradfix.preflight import plan_transport
-from gradfix.scale import ScaleCurve, dialled, search_scale
+from gradfix.scale import ScaleCurve, dialled
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport, transport_checkpoint, write_update
 from gradfix.tasks.base import TASKS, Bound
@@ -32,13 +32,14 @@ from gradfix.transported import apply, transport
 from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.identity import check_probe
 from gradfix.votes.tally import SignVotes
-from gradfix.workflows.choosing import Choice, ScaleSearch, validation_score
+from gradfix.workflows.choosing import Choice, ScaleSearch
 from gradfix.workflows.configs import TransportConfig, given
 from gradfix.workflows.guard import number_or_auto, refuse_broken, sole_writer
+from gradfix.workflows.made import made
 from gradfix.workflows.memory import halving_batches, in_notes
 from gradfix.workflows.page import write_page
-from gradfix.workflows.setting import Setting, Shots, draw, read_unlabelled, setting
-from gradfix.workflows.shipping import spelled_out
+from gradfix.workflows.setting import Setting, Shots, draw, setting
+from gradfix.workflows.shipping import follow, spelled_out
 from gradfix.workflows.voting import on_disk
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class TransportResult:
     out: Path
     alpha: float
     margin: float | None
-    regime: str  # "given", "validation" or "few_shot"
+    regime: str  # what chose alpha: "given", "validation", "few_shot" or "recipe"
     report: StreamReport | None
     curve: ScaleCurve | None
     before: dict[str, float] | None
@@ -84,7 +85,7 @@ Stage = Callable[[str], None]
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, vote, choose alpha, write, score. Nothing is written before every check has passed."""
-    config = spelled_out(config)
+    config, verdict = spelled_out(config)
     _check_words(config)
     base, target = open_checkpoint(config.base), open_checkpoint(config.target)
     tuned = open_checkpoint(config.tuned, base=base)
@@ -97,6 +98,8 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     start = setting(config)
     stage("reading examples")
     shots = draw(start, config, config.validation, config.base)
+    if verdict is not None:
+        shots = follow(verdict, shots)
     checkpoints = {"base": base, "tuned": tuned, "target": target}
     with sole_writer(config):
         if config.check and not config.force:
@@ -180,8 +183,13 @@ class _Transport:
 
     def run(self) -> TransportResult:
         tau = self._timed("task vector", self._task_vector)
-        if self.config.method == "best":
-            return self._run_best(tau)
+        if self.config.method != "mask":
+            teacher = lambda: open_tuned(self.config, self.start, self.checkpoints)  # noqa: E731
+            found = self._timed(
+                self.config.method, lambda: made(self.config, self.bound, tau, self.shots, teacher)
+            )
+            self.notes.extend(found.notes)
+            return self._finish(found.update, None, found.choice)
         ballot = self._timed("votes", self._ballot)
         search = ScaleSearch(self.config, self.bound, self.shots, self._vote)
         choice = self._timed("scale", lambda: search.choose(tau, ballot))
@@ -189,35 +197,6 @@ class _Transport:
         moved = transport(tau, ballot, self.config.mask, margin=choice.margin, generator=self.config.seed)
         votes = ballot if isinstance(ballot, SignVotes) else None
         return self._finish(moved.update, votes, choice)
-
-    def _run_best(self, tau: TaskVector) -> TransportResult:
-        """The recipe of `gradfix.best.recipe`; a validation set lends its inputs and may veto, it tunes nothing."""
-        from gradfix.best.recipe import best
-
-        extra = self.shots.validation
-        if self.config.unlabelled:
-            extra = read_unlabelled(self.config.unlabelled, self.config)
-        found = self._timed(
-            "best recipe",
-            lambda: best(
-                self.bound, tau, self.shots.fewshot, teacher=open_tuned(self.config, self.start, self.checkpoints),
-                unlabelled=extra, seed=self.config.seed,
-            ),
-        )  # fmt: skip
-        self.notes.append(
-            f"best recipe: {found.verdict}, starting at alpha {found.alpha:g} along the task vector"
-        )
-        alpha, regime = 1.0, "few_shot"
-        if self.shots.validation is not None:
-            regime = "validation"
-            curve = search_scale(
-                self.bound.model,
-                found.update,
-                validation_score(self.bound, self.shots.validation, self.config.batch_size),
-                [1.0],
-            )
-            alpha = curve.best
-        return self._finish(found.update, None, Choice(alpha, None, None, regime))
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:
         self.stage(name)
