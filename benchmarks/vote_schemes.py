@@ -13,10 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.votes.batched import batched
+from gradfix.votes.collect import collect_votes
 from gradfix.votes.loop import batch_size, loop, take
 from gradfix.votes.tally import Tally
 
 VMAP_BYTES = 40e9 if torch.cuda.is_available() else 2e9  # of per-sample gradients at a time
+
+
+def whole_call(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
+    """What a user calls: its own tally, its checks, and what votes remember of their model."""
+    collect_votes(model, loss, [batch], engine="batched")
 
 
 def ordinary(model: nn.Module, loss: Any, batch: Any, tally: Tally) -> None:
@@ -77,6 +83,7 @@ SCHEMES: dict[str, Callable[..., None]] = {
     "ordinary": ordinary,
     "batched": batched,
     "launched": functools.partial(batched, record=False),
+    "collect_votes": whole_call,
     "loop": loop,
     "vmap": vmap,
     "retain_graph": retain_graph,

@@ -4,9 +4,10 @@
     PYTHONPATH=src python -m benchmarks.votes --models vit-s vit-s-short --samples 16 --threads 2 --json votes_cpu.json
 
 An ordinary backward is one forward and backward of the same batch with all parameter gradients, no optimizer. Schemes:
-`batched` (one pass, recorded where that pays), `launched` (the same, every pass launched anew), `loop` (one sample at a
-time), `vmap` (torch.func, in chunks that fit), `retain_graph` (one backward per sample through the graph of the whole
-batch), `opacus` where it is installed. Slow schemes may be timed on some of the samples, whose number is written down.
+`batched` (one pass, recorded where that pays), `launched` (the same, every pass launched anew), `collect_votes` (the
+public call for one batch: launched, with its checks), `loop` (one sample at a time), `vmap` (torch.func, in chunks that
+fit), `retain_graph` (one backward per sample through the graph of the whole batch), `opacus` where it is installed.
+Slow schemes may be timed on some of the samples, whose number is written down.
 Memory is what a scheme takes on top of the weights and the batch; `reserved` also counts what the allocator keeps."""
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def _ratios(row: dict[str, Any]) -> dict[str, float]:
     schemes = row["schemes"]
     seconds = {name: found["seconds"] for name, found in schemes.items() if "seconds" in found}
     ratios = {}
-    for own in ("batched", "launched"):
+    for own in ("batched", "launched", "collect_votes"):
         if own in seconds and "ordinary" in seconds:
             ratios[f"{own}_over_ordinary"] = seconds[own] / seconds["ordinary"]
     if "batched" in seconds:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +200,12 @@ class _StandIn(Tensor):
         return self
 
 
+_Map = tuple[dict[str, torch.Size], dict[str, str], dict[str, Part | Mosaic]]
+_KNOWN_MAPS: WeakKeyDictionary[nn.Module, _Map] = (
+    WeakKeyDictionary()
+)  # working one out takes as long as a small vote
+
+
 def _transformers_map(
     model: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> tuple[dict[str, str], dict[str, Part | Mosaic]]:
@@ -209,12 +216,21 @@ def _transformers_map(
         return {name: name for name in shapes}, {}
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in shapes}, {}
+    known = _KNOWN_MAPS.get(model)
+    if known is None or known[0] != shapes:
+        known = _KNOWN_MAPS[model] = (dict(shapes), *_reverted(model, shapes, revert_weight_conversion))
+    return known[1:]
+
+
+def _reverted(
+    model: nn.Module, shapes: Mapping[str, torch.Size], revert: Callable[..., dict[str, Tensor]]
+) -> tuple[dict[str, str], dict[str, Part | Mosaic]]:
     stand_ins = {n: torch.empty(shape, device="meta").as_subclass(_StandIn) for n, shape in shapes.items()}
     homes = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     renamed: dict[str, str] = {}
     fused: dict[str, Part | Mosaic] = {}
     lost: list[str] = []
-    for disk, tensor in revert_weight_conversion(model, dict(stand_ins)).items():
+    for disk, tensor in revert(model, dict(stand_ins)).items():
         source = homes.get(tensor.untyped_storage()._cdata)
         if source is None:
             lost.append(disk)
@@ -225,7 +241,7 @@ def _transformers_map(
     covered = {*renamed, *(part.source for part in fused.values() if isinstance(part, Part))}
     if lost:
         rest = {name: shapes[name] for name in shapes if name not in covered}
-        fused |= _numbered(lambda tensors: revert_weight_conversion(model, tensors), rest)
+        fused |= _numbered(lambda tensors: revert(model, tensors), rest)
     return renamed, fused
 
 

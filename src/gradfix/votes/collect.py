@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from gradfix.registry import Registry, unknown
 from gradfix.taskvector import TaskVector
 from gradfix.votes import recorded
 from gradfix.votes.batched import batched
-from gradfix.votes.identity import probe_module
+from gradfix.votes.identity import fetched, probe_module
 from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import SignVotes, Sums, Tally, dtype_for
 
@@ -76,9 +76,7 @@ def collect_votes(
 def finish(model: nn.Module, tally: Tally, notes: list[str]) -> SignVotes:
     """The finished count under the model's names, tied to its weights."""
     _refuse_silence(tally)
-    return SignVotes(
-        tally.votes(), tally.count, disk_names=_aliases(model), probe=probe_module(model), notes=tuple(notes)
-    )
+    return SignVotes(tally.votes(), tally.count, **_about(model), notes=tuple(notes))
 
 
 def _run(
@@ -200,7 +198,7 @@ def _mean_votes(
     sums = _summed(model, loss, batches, progress, checkpoint, identity, where)
     dtype = dtype_for(sums.count)
     votes = {name: (-g.sign()).to(dtype) * sums.count for name, g in sums.mean().items()}
-    return SignVotes(votes, sums.count, rule="mean", disk_names=_aliases(model), probe=probe_module(model))
+    return SignVotes(votes, sums.count, rule="mean", **_about(model))
 
 
 def _summed(
@@ -265,7 +263,9 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _refuse_silence(tally: Tally) -> None:
-    silent = [name for name, buffer in tally.items() if not bool(buffer.any())]
+    names, buffers = zip(*tally.items())
+    spoken = fetched([buffer.any() for buffer in buffers])
+    silent = [name for name, spoke in zip(names, spoken) if spoke == [False]]
     if len(silent) == len(tally.parameters):
         raise UnsafeResult(
             "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
@@ -278,5 +278,8 @@ def _refuse_silence(tally: Tally) -> None:
         )
 
 
-def _aliases(model: nn.Module) -> dict[str, str]:
-    return {name: disk for name, disk in name_map(model).renamed.items() if name != disk}
+def _about(model: nn.Module) -> dict[str, Any]:
+    """What votes remember of their model: names that differ on disk, and a few of its weights."""
+    renamed = name_map(model).renamed
+    differing = {name: disk for name, disk in renamed.items() if name != disk}
+    return {"disk_names": differing, "probe": probe_module(model, renamed)}

@@ -7,12 +7,13 @@ target has streamed by."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.folder import comparable
-from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.errors import IncompatibleCheckpoints
 
@@ -22,16 +23,24 @@ RELATIVE, ABSOLUTE = 0.02, 1e-5  # bf16 rounds by 0.004; two releases differ by 
 Probe = dict[str, list[float]]
 
 
-def probe_module(model: nn.Module) -> Probe:
-    """Probed values under on-disk names; tensors that are split on disk are left out."""
-    renamed = name_map(model).renamed
+def probe_module(model: nn.Module, renamed: Mapping[str, str]) -> Probe:
+    """Probed values under on-disk names (`renamed` has the module's); tensors that are split on disk are left out."""
     parameters = dict(model.named_parameters())
-    return {disk: _probe(parameters[name]) for name, disk in renamed.items() if parameters[name].numel()}
+    chosen = [(disk, parameters[name]) for name, disk in renamed.items() if parameters[name].numel()]
+    values = fetched([p.detach().reshape(-1)[:PROBES].double() for _, p in chosen])
+    return {disk: [round(value, 8) for value in few] for (disk, _), few in zip(chosen, values)}
 
 
-def _probe(tensor: Tensor) -> list[float]:
-    flat = tensor.detach().reshape(-1)[:PROBES].double().cpu()
-    return [round(value, 8) for value in flat.tolist()]
+def fetched(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    """The values of many small tensors of one dtype; each device is waited for once."""
+    out: list[list[Any]] = [[] for _ in tensors]
+    for device in {tensor.device for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+        flat = [tensors[place].reshape(-1) for place in places]
+        parts = torch.cat(flat).cpu().split([len(part) for part in flat])
+        for place, part in zip(places, parts):
+            out[place] = part.tolist()
+    return out
 
 
 def check_probe(probe: Mapping[str, list[float]], target: Checkpoint) -> None:

@@ -202,9 +202,11 @@ class Tally:
         self.parameters = dict(parameters)
         self.count = 0
         self._buffers = {
-            name: torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
+            name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
             for name, parameter in self.parameters.items()
         }
+        if self._buffers:
+            torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
 
     def reserve(self, samples: int) -> None:
         self.count += samples
