@@ -190,14 +190,14 @@ def test_layouts_are_found_from_what_one_sample_reaches(shape: tuple[int, ...], 
         for sample in (1, 2):
             mask = torch.zeros(shape, dtype=torch.bool)
             layout.split(mask, samples)[sample] = True
-            seen.append((sample, mask))
-        assert explain(candidates(shape[:-1], samples), shape, samples, seen) == layout
+            seen.append(([sample], mask))
+        assert explain(candidates(shape[:-1], samples), samples, seen) == layout
 
 
 def test_mixed_samples_have_no_layout() -> None:
     everywhere = torch.ones(3, 4, dtype=torch.bool)
-    assert explain(candidates((3, 4), 3), (3, 4), 3, [(1, everywhere), (2, everywhere)]) is None
-    assert explain([Layout(0, 1)], (3, 4), 3, [(1, ~everywhere)]) == Layout(0, 1)
+    assert explain(candidates((3, 4), 3), 3, [([1], everywhere), ([2], everywhere)]) is None
+    assert explain([Layout(0, 1)], 3, [([1], ~everywhere)]) == Layout(0, 1)
 
 
 @pytest.mark.parametrize(("block_bytes", "block_samples"), [(1, 3), (4096, 4), (2**20, 16)])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.votes.batched import LOOP_SHARE, batched, left_out_share
-from gradfix.votes.loop import Batch, Loss, batch_size, folding, loop, samples, take
+from gradfix.votes.loop import Batch, Loss, backward, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import Tally
 
 Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
@@ -31,7 +31,8 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[En
     held = _allocated(tally)
     trial = Tally(tally.parameters)
     try:
-        batched(model, loss, few, trial)
+        batched(model, loss, few, Tally(tally.parameters))  # makes the plan; later passes run otherwise
+        batched(model, loss, few, trial, record=False)
     except Exception as error:  # whatever a model does to the fast path, the loop still works
         return loop, [f"engine loop: batched failed with {type(error).__name__}: {error}."]
     if left_out_share(model, loss, few, tally) > LOOP_SHARE:
@@ -62,8 +63,7 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
 
     with folding(trial, take_back):
         for sample in samples(batch):
-            with torch.enable_grad():
-                loss(model, sample).sum().backward()
+            backward(loss, model, sample)
     scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)
     wrong = {}
     for name, rest in trial.items():

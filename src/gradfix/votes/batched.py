@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_flatten
 
 from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.graph import picked_rows, reach
-from gradfix.votes.layout import probes
-from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, fold_each, samples, take
-from gradfix.votes.plan import Plan, PlanMismatch, leave_out, resolve
+from gradfix.votes.layout import probes, proofs
+from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, fold_each, refuse_detached, samples, take
+from gradfix.votes.plan import NeedsLoop, Plan, PlanMismatch, leave_out, resolve
 from gradfix.votes.recorded import Repeats, all_finite, record_pass, repeats_of, tensors_of, watch_pass
 from gradfix.votes.tally import Tally
 from gradfix.votes.trace import Votes
@@ -58,7 +58,7 @@ def _run(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -
     votes, losses = None, None
     with _garbage_later():
         if count > 1:
-            votes, losses = _forward(model, loss, batch, tally, count)
+            votes, losses = _forward_or_none(model, loss, batch, tally, count)
         if votes is not None and losses is not None:
             if not all_finite(losses):
                 raise NotFinite
@@ -74,7 +74,7 @@ def _run(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -
 def _run_again(known: Repeats, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -> None:
     """The pass of a batch like the last one: watched, then recorded, then played."""
     if known.recording is None and known.example is not None:
-        plan = _known_plan(model, loss, batch)
+        plan = _known_plan(model, loss, batch, tally)
         if plan is None or not plan.light or plan.left_out or plan.ragged:
             known.refuse("some weights are voted on in other ways")
         else:
@@ -127,14 +127,26 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
+def _forward_or_none(
+    model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
+) -> tuple[Votes | None, Tensor | None]:
+    try:
+        return _forward(model, loss, batch, tally, count)
+    except NeedsLoop as reason:
+        warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
+        return None, None
+
+
 def _forward(
     model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
 ) -> tuple[Votes | None, Tensor | None]:
     """A traced forward under a plan that fits; None where the loop is the better engine for this batch."""
-    plan = _known_plan(model, loss, batch)
+    plan = _known_plan(model, loss, batch, tally)
     whole = plan is not None and plan.ragged
     if plan is None or whole:
         plan = _make_plan(model, loss, batch, tally, whole)
+        if plan.ragged and not whole:
+            plan = _make_plan(model, loss, batch, tally, whole=True)
     for _ in range(3):
         if _share(plan.left_out, tally) > LOOP_SHARE:
             return None, None
@@ -172,7 +184,7 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
     """Find out, from a few samples, where each weight meets the samples and how they lie."""
     small = batch if whole else take(batch, slice(0, PLANNING_SAMPLES))
     count = batch_size(small)
-    probe = Probe(tally.parameters, small, _device(tally))
+    probe = Probe(tally.parameters, small, count, _device(tally))
     with _uncompiled(), probe, torch.enable_grad():
         losses = loss(model, small)
     if losses.shape != (count,):
@@ -181,44 +193,47 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
         )
     if not bool(torch.isfinite(losses).all()):
         raise NotFinite
-    for sample in probes(count):
-        probe.sample = sample
+    refuse_detached(losses)
+    if reach(losses, tally.parameters, probe.anchor).hidden:
+        raise NeedsLoop("a reentrant checkpoint hides its operations")
+    picked = picked_rows(losses, probe.in_place)
+    for group in proofs(count) if whole and picked else probes(count):
+        probe.group = group
         only = torch.zeros_like(losses)
-        only[sample] = 1
+        only[group] = 1
         torch.autograd.grad(losses, [probe.anchor], only, retain_graph=True, allow_unused=True)
-    plan = resolve(probe.operations, count, set())
-    if plan.flat:
-        picked = picked_rows(losses)
-        plan.ragged = any(
-            step.layout is not None and step.layout.rows > 1 and operation.node in picked
-            for step, operation in zip(plan.steps, probe.operations)
-        )
+    hooked = {name for name, p in tally.parameters.items() if p._backward_hooks}
+    plan = resolve(probe.operations, count, hooked)
+    plan.ragged = any(
+        step.layout is not None and operation.node in picked
+        for step, operation in zip(plan.steps, probe.operations)
+    )
     probe.forget()
     if plan.left_out:
         _note(plan.left_out)
     plans = _PLANS.setdefault(model, {})
-    for key in _keys(loss, batch)[: 1 if plan.flat else 2]:
+    for key in _keys(loss, batch, tally)[: 1 if plan.flat else 2]:
         plans[key] = plan
     return plan
 
 
-def _known_plan(model: nn.Module, loss: Loss, batch: Batch) -> Plan | None:
+def _known_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Plan | None:
     plans = _PLANS.get(model, {})
-    return next((plans[key] for key in _keys(loss, batch) if key in plans), None)
+    return next((plans[key] for key in _keys(loss, batch, tally) if key in plans), None)
 
 
-def _keys(loss: Loss, batch: Batch) -> list[Any]:
+def _keys(loss: Loss, batch: Batch, tally: Tally) -> list[Any]:
     """Plans are kept for the exact shapes and, where lengths do not matter, for any length."""
     code = getattr(loss, "__code__", None) or type(loss)
     leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-    training = torch.is_autocast_enabled()
-    exact = (code, training, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
-    return [exact, (code, training, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
+    shared = (code, torch.is_autocast_enabled(), tuple(tally.parameters))
+    exact = (*shared, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+    return [exact, (*shared, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
 
 
 def left_out_share(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> float:
     """The share of the weights that the known plan for this kind of batch leaves to the loop."""
-    plan = _known_plan(model, loss, batch)
+    plan = _known_plan(model, loss, batch, tally)
     return 0.0 if plan is None else _share(plan.left_out, tally)
 
 

@@ -22,7 +22,18 @@ from gradfix.taskvector import TaskVector
 from gradfix.votes import recorded
 from gradfix.votes.batched import batched
 from gradfix.votes.identity import fetched, probe_module
-from gradfix.votes.loop import Batch, Loss, NotFinite, batch_size, folding, loop, samples, take
+from gradfix.votes.loop import (
+    SILENT,
+    Batch,
+    Loss,
+    NotFinite,
+    backward,
+    batch_size,
+    folding,
+    loop,
+    samples,
+    take,
+)
 from gradfix.votes.tally import SignVotes, Sums, Tally, dtype_for
 
 Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
@@ -56,7 +67,7 @@ def collect_votes(
         return _mean_votes(model, loss, batches, progress, checkpoint, identity, where)
     if vote != "majority":
         raise UsageError(unknown("vote", vote, ["majority", "mean"]))
-    tally = Tally(voting_parameters(model))
+    tally = Tally(_at_least_one(voting_parameters(model)))
     notes: list[str] = []
     bad: list[str] = []
     with left_as_it_was(model):
@@ -177,7 +188,7 @@ def finite_samples(
     odd = [int(i) for i in (~finite).nonzero().flatten()]
     names = {i: f"sample {first + i}" if where is None else where[first + i] for i in odd}
     skipped = [f"{names[i]}: loss is {float(losses[i])}" for i in odd]
-    kept = finite.nonzero().flatten()
+    kept = finite.nonzero().flatten().cpu()  # the loss may have moved the batch to its device
     return (take(batch, kept) if kept.numel() else None), skipped
 
 
@@ -196,6 +207,7 @@ def _mean_votes(
     where: Sequence[str] | None,
 ) -> SignVotes:
     sums = _summed(model, loss, batches, progress, checkpoint, identity, where)
+    _refuse_silence(sums)
     dtype = dtype_for(sums.count)
     votes = {name: (-g.sign()).to(dtype) * sums.count for name, g in sums.mean().items()}
     return SignVotes(votes, sums.count, rule="mean", **_about(model))
@@ -211,7 +223,7 @@ def _summed(
     where: Sequence[str] | None = None,
 ) -> Sums:
     """The gradients of all samples, added up one after the other."""
-    sums = Sums(voting_parameters(model))
+    sums = Sums(_at_least_one(voting_parameters(model)))
 
     def fold(name: str, gradient: Tensor) -> None:
         sums[name].add_(gradient.to_dense() if gradient.is_sparse else gradient)
@@ -224,18 +236,17 @@ def _summed(
         for batch in batches:
             for sample in samples(batch):
                 sums.reserve(1)
-                with torch.enable_grad():
-                    value = loss(model, sample).sum()
+                value = backward(loss, model, sample)
                 if not torch.isfinite(value):
                     name = f"sample {sums.count - 1}" if where is None else where[sums.count - 1]
                     raise DataError(
                         f"{name} gives a loss of {float(value)}. Repair or remove it, or compute in another --dtype."
                     )
-                value.backward()
             if progress is not None:
                 progress(batch_size(batch))
     if sums.count == 0:
         raise DataError("no samples to take a gradient of; check the data and --shots.")
+    _refuse_infinite(sums)
     return sums
 
 
@@ -267,14 +278,29 @@ def _refuse_silence(tally: Tally) -> None:
     spoken = fetched([buffer.any() for buffer in buffers])
     silent = [name for name, spoke in zip(names, spoken) if spoke == [False]]
     if len(silent) == len(tally.parameters):
-        raise UnsafeResult(
-            "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
-            "do its parameters require gradients?"
-        )
+        raise UnsafeResult(SILENT)
     if silent:
         warnings.warn(
             f"{len(silent)} tensors abstained (unused, or tied in every entry), first {silent[0]!r}.",
             stacklevel=3,
+        )
+
+
+def _at_least_one(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    if not parameters:
+        raise UnsafeResult(SILENT)
+    return parameters
+
+
+def _refuse_infinite(sums: Sums) -> None:
+    """A NaN in one sample's gradient is one in the sum, whose sign is then nobody's."""
+    names, buffers = zip(*sums.items())
+    finite = fetched([torch.isfinite(buffer).all() for buffer in buffers])
+    odd = [name for name, good in zip(names, finite) if good == [False]]
+    if odd:
+        raise DataError(
+            f"gradients of {len(odd)} tensors are not finite though every loss is, first {odd[0]!r}. "
+            "Compute in another --dtype, or take --vote majority, where such a sample abstains."
         )
 
 

@@ -110,6 +110,8 @@ class Rows:
     def fold(self, votes: Tensor) -> None:
         """Entries of one sample and row are summed; as many sums as entries are kept, so no size depends on data."""
         rows = self.shape[0]
+        if not self.index.numel():
+            return
         owner = torch.arange(self.samples, device=self.device)[:, None]
         keys, order = (self.index + owner * rows).flatten().sort(stable=True)
         number = torch.cat([keys.new_zeros(1), (keys[1:] != keys[:-1]).long()]).cumsum(0)
@@ -188,7 +190,7 @@ class OneByOne:
 
     def fold(self, votes: Tensor) -> None:
         for sample in range(self.samples):
-            votes.sub_(self.gradient(sample).sign_().to(votes.dtype))
+            votes.sub_(self.gradient(sample).sign().to(votes.dtype))
 
 
 class Sum:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+
+from gradfix.votes.indexing import picks
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,17 @@ def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -
     return Reach(frozenset(found), others, hidden)
 
 
-def picked_rows(losses: Tensor) -> set[Any]:
-    """Graph nodes behind which rows are picked by an index.
+def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
+    """Graph nodes behind which rows are picked by an index, other than by nodes that leave them `in_place`.
 
-    Two batches of one shape may then differ in whose row is whose, so a flattened layout must be found anew."""
-    words = ("Index", "Gather", "Scatter", "MaskedSelect", "Take")
+    Two batches of one shape may then differ in whose row is whose, so the layout must be found anew."""
     nodes = list(_nodes(losses))
     parents: dict[Any, list[Any]] = {}
     for node in nodes:
         for child, _ in node.next_functions:
             parents.setdefault(child, []).append(node)
     found: set[Any] = set()
-    waiting = [node for node in nodes if any(word in node.name() for word in words)]
+    waiting = [node for node in nodes if picks(node) and node not in in_place]
     while waiting:
         for parent in parents.get(waiting.pop(), ()):
             if parent not in found:

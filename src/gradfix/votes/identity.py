@@ -50,12 +50,17 @@ def check_probe(probe: Mapping[str, list[float]], target: Checkpoint) -> None:
         if name not in names:
             continue
         found = next(target.chunks(name, PROBES))[: len(values)].double().tolist()
-        same = [math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in zip(values, found)]
-        if not all(same):
+        if not same_probe(values, found):
             raise IncompatibleCheckpoints(
                 f"the votes were taken on other weights than {target} (tensor {name!r} differs). "
                 "Vote again on this target with `gradfix vote`."
             )
+
+
+def same_probe(ours: Sequence[float], theirs: Sequence[float] | None) -> bool:
+    """Whether two probes of a tensor may be of the same weights; one that was not taken says nothing."""
+    pairs = zip(ours, theirs or ())
+    return all(math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE) for a, b in pairs)
 
 
 def common_target(fingerprints: Iterable[str | None]) -> str | None:

@@ -50,30 +50,40 @@ def candidates(shape: Sequence[int], samples: int) -> list[Layout]:
 
 
 def explain(
-    layouts: Sequence[Layout], shape: Sequence[int], samples: int, seen: Sequence[tuple[int, Tensor]]
+    layouts: Sequence[Layout], samples: int, seen: Sequence[tuple[Sequence[int], Tensor]]
 ) -> Layout | None:
-    """The first layout under which each probed sample's gradient stays within that sample's rows.
+    """The first layout under which the gradient of each probed group of samples stays within their rows.
 
-    `seen` pairs a sample with the mask of non-zero output gradients under that sample's loss alone. Where nothing
-    was seen, only the usual layout is believed."""
+    `seen` pairs a group with the mask of non-zero output gradients under the losses of that group alone. Where
+    nothing was seen, only the usual layout is believed."""
     if not any(bool(mask.any()) for _, mask in seen):
         return next((layout for layout in layouts if layout == Layout(0, 1)), None)
     for layout in layouts:
-        if all(_inside(layout, mask, sample, samples) for sample, mask in seen):
+        if all(_inside(layout, mask, group, samples) for group, mask in seen):
             return layout
     return None
 
 
-def _inside(layout: Layout, mask: Tensor, sample: int, samples: int) -> bool:
+def _inside(layout: Layout, mask: Tensor, group: Sequence[int], samples: int) -> bool:
     by_sample = layout.split(mask, samples).flatten(1).any(1)
-    by_sample[sample] = False
+    by_sample[list(group)] = False
     return not bool(by_sample.any())
 
 
-def probes(samples: int) -> list[int]:
-    """Samples to switch on one at a time; never only the first, whose number a pooled first token shares."""
-    return [1, 0] if samples == 2 else [1, samples - 1]
+def probes(samples: int) -> list[list[int]]:
+    """Samples to switch on, one at a time; never only the first, whose number a pooled first token shares."""
+    return [[1], [0]] if samples == 2 else [[1], [samples - 1]]
 
 
-def support(gradient: Tensor) -> Tensor:
-    return (gradient != 0) | torch.isnan(gradient)
+def proofs(samples: int) -> list[list[int]]:
+    """Groups of samples to switch on such that any two samples are told apart: by the digits of their numbers."""
+    digits = range(max(1, (samples - 1).bit_length()))
+    halves = [[n for n in range(samples) if n >> digit & 1 == side] for digit in digits for side in (1, 0)]
+    return [half for half in halves if half]
+
+
+def support(gradient: Tensor, samples: int) -> Tensor:
+    """Where a gradient is not zero; dimensions that cannot hold the samples are reduced to one entry."""
+    mask = (gradient != 0) | torch.isnan(gradient)
+    others = tuple(dim for dim, size in enumerate(mask.shape) if size % samples)
+    return mask.any(others, keepdim=True) if others else mask

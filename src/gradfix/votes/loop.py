@@ -14,11 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradfix.errors import DataError
+from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.tally import Tally
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
+
+
+SILENT = (
+    "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
+    "do its parameters require gradients?"
+)
 
 
 class NotFinite(Exception):
@@ -80,5 +86,18 @@ def fold_each(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
 
     with folding(tally, fold):
         for sample in samples(batch):
-            with torch.enable_grad():
-                loss(model, sample).sum().backward()
+            backward(loss, model, sample)
+
+
+def backward(loss: Loss, model: nn.Module, sample: Batch) -> Tensor:
+    """One sample's loss, after its gradients went to the hooks of `folding`."""
+    with torch.enable_grad():
+        value = loss(model, sample).sum()
+    refuse_detached(value)
+    value.backward()
+    return value.detach()
+
+
+def refuse_detached(losses: Tensor) -> None:
+    if not losses.requires_grad:
+        raise UnsafeResult(SILENT)

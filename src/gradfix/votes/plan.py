@@ -24,6 +24,10 @@ class PlanMismatch(Exception):
     """The model did not repeat the operations its plan was made from."""
 
 
+class NeedsLoop(Exception):
+    """The model or its loss does what one pass for all samples cannot: it runs backward passes of its own."""
+
+
 @dataclass
 class Operation:
     """One operation on a weight, as seen while planning."""
@@ -35,7 +39,7 @@ class Operation:
     on_samples: bool
     output: Tensor | None = None
     node: Any = None
-    seen: list[tuple[int, Tensor]] = field(default_factory=list)
+    seen: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Step:
     layout: Layout | None = None
     roots: frozenset[str] = frozenset()
     on_samples: bool = True
+    shared: frozenset[str] = frozenset()  # inputs of a replayed operation that are the same for all samples
+    votes: tuple[str, ...] = ()  # roots, once for every weight of the call
 
 
 @dataclass
@@ -69,7 +75,7 @@ class Plan:
         return any(step.role == "derive" for step in self.steps)
 
     def uses(self) -> Counter[str]:
-        return Counter(name for step in self.steps if step.role == "vote" for name in step.roots)
+        return Counter(name for step in self.steps if step.role == "vote" for name in step.votes)
 
 
 def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> Plan:
@@ -114,12 +120,14 @@ def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], sa
         if call is None or not call.weights:
             continue
         allowed = [c for c in candidates(output.shape, samples) if rule.allows(call, c, output.shape)]
-        layout = explain(allowed, output.shape, samples, operation.seen)
+        layout = explain(allowed, samples, operation.seen)
         if layout is None:
             continue
         if isinstance(rule, Local) and not rule.agrees(call, output, Samples(samples, layout)):
             continue
-        return Step(operation.key, "vote", rule, layout, roots, operation.on_samples)
+        shared = rule.shared(call, Samples(samples, layout)) if isinstance(rule, Local) else frozenset()
+        named = tuple(n for tensor, names, _ in operation.weights if id(tensor) in live for n in names)
+        return Step(operation.key, "vote", rule, layout, roots, operation.on_samples, shared, named)
     return None
 
 

@@ -23,7 +23,7 @@ class Recipe:
     function: Callable[..., Any]
     positional: int
     names: tuple[str, ...]
-    weights: tuple[tuple[str, int, tuple[str, ...]], ...]  # role, place, names of the parameters
+    weights: tuple[tuple[str, int, tuple[str, ...], Any], ...]  # role, place, names of the parameters, shape
     inputs: tuple[tuple[str, int, int], ...]  # role, place, dimensions
     rest: tuple[tuple[int, Any], ...]  # values that must be the same again
     options: dict[str, Any]
@@ -41,9 +41,9 @@ class Recipe:
                 return None
             inputs[role] = tensor
         weights = {}
-        for role, place, roots in self.weights:
+        for role, place, roots, shape in self.weights:
             found = tracked.get(id(values[place]))
-            if found is None or not found.live or found.roots != roots:
+            if found is None or not found.live or found.roots != roots or found.tensor.shape != shape:
                 return None
             weights[role] = found.tensor
             values[place] = found.without_grad()
@@ -72,7 +72,7 @@ def write_down(
         function,
         len(args),
         tuple(kwargs),
-        tuple((role, places[id(t)], tracked[id(t)].roots) for role, t in call.weights.items()),
+        tuple((role, places[id(t)], tracked[id(t)].roots, t.shape) for role, t in call.weights.items()),
         tuple((role, places[id(tensor)], tensor.ndim) for role, tensor in call.inputs.items()),
         tuple(rest),
         call.options,

@@ -207,13 +207,20 @@ class Local(_Replayed):
         return one_by_one(call, one, samples.count)
 
     def rows(self, call: Call, samples: Samples, sample: int) -> dict[str, Tensor]:
-        """One sample's part of every input; an input without a dimension for samples is shared by all."""
+        """One sample's part of every input that is not the same for all."""
+        shared = call.options.get("shared")
+        shared = self.shared(call, samples) if shared is None else shared
         kept = {}
         for place, tensor in call.inputs.items():
             layout = samples.layout if samples.layout.fits(tensor.shape, samples.count) else Layout(0, 1)
-            whole = not layout.fits(tensor.shape, samples.count)
-            kept[place] = tensor if whole else layout.take(tensor, sample)
+            kept[place] = tensor if place in shared else layout.take(tensor, sample)
         return kept
+
+    def shared(self, call: Call, samples: Samples) -> frozenset[str]:
+        """Inputs without a dimension for samples. Asked while planning: in a later batch the sizes may be equal by chance."""
+        layouts = (samples.layout, Layout(0, 1))
+        fits = {p: any(x.fits(t.shape, samples.count) for x in layouts) for p, t in call.inputs.items()}
+        return frozenset(place for place, fit in fits.items() if not fit)
 
     def agrees(self, call: Call, output: Tensor, samples: Samples) -> bool:
         """Whether replaying two samples alone gives their rows of the output; the test that it may be used."""

@@ -80,6 +80,7 @@ class SignVotes(Mapping[str, Tensor]):
         if set(self) != set(other):
             odd = sorted(set(self) ^ set(other))
             raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
+        _refuse_other_votes(self, other)
         target = common_target([self.target_hash, other.target_hash])
         count = self.count + other.count
         dtype = dtype_for(count)
@@ -140,6 +141,17 @@ class SignVotes(Mapping[str, Tensor]):
             if t.numel()
         ]
         return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
+
+
+def _refuse_other_votes(ours: SignVotes, theirs: SignVotes) -> None:
+    from gradfix.votes.identity import same_probe
+
+    if ours.rule != theirs.rule:
+        raise IncompatibleCheckpoints(f"votes by {ours.rule} and votes by {theirs.rule} do not add up.")
+    odd = [name for name in ours if ours[name].shape != theirs[name].shape]
+    odd += [name for name in ours.probe if not same_probe(ours.probe[name], theirs.probe.get(name))]
+    if odd:
+        raise IncompatibleCheckpoints(f"the votes were taken on different weights, first {odd[0]!r}.")
 
 
 def check_integers(file: SafetensorsFile) -> None:

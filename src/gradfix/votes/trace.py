@@ -15,13 +15,25 @@ import torch
 from torch import Tensor
 
 from gradfix.votes import kernels
-from gradfix.votes.forms import Dense, Form, combine, densify
-from gradfix.votes.plan import Key, Plan, PlanMismatch, Step, read_call
+from gradfix.votes.forms import Dense, Form, Sum, combine, densify
+from gradfix.votes.plan import Key, NeedsLoop, Plan, PlanMismatch, Step, read_call
 from gradfix.votes.recipe import Recipe, write_down
 from gradfix.votes.replay import aligned, overwrites, pulled_back, run
 from gradfix.votes.rules import Call, Samples
 from gradfix.votes.tally import Tally
-from gradfix.votes.watch import Spread, Tap, Tracked, Watch, inside, is_composite, is_own, key_of, tensors_in
+from gradfix.votes.views import geometry, overlap, overlaps_itself, region, same_storage
+from gradfix.votes.watch import (
+    Spread,
+    Tap,
+    Tracked,
+    Watch,
+    inside,
+    is_composite,
+    is_own,
+    key_of,
+    refuse_inner,
+    tensors_in,
+)
 
 _CASTS = {
     Tensor.to,
@@ -37,11 +49,12 @@ _CASTS = {
 class Use:
     """One use of weights, from its call in the forward pass to its output gradient in the backward pass."""
 
-    __slots__ = ("call", "inputs", "step", "versions", "votes")
+    __slots__ = ("call", "inputs", "shape", "step", "versions", "votes")
 
     def __init__(self, votes: Votes, step: Step, call: Call) -> None:
         self.votes, self.step, self.call = votes, step, call
         self.inputs: dict[str, Tensor] | None = call.inputs
+        self.shape: Sequence[int] = ()
         self.versions = [tensor._version for tensor in call.inputs.values()]
 
     def release(self) -> dict[str, Tensor]:
@@ -57,13 +70,15 @@ class Use:
 
     def see(self, gradients: tuple[Tensor | None, ...]) -> None:
         """The same from a hook on the operation itself, which costs the forward pass less than a tap."""
+        if not self.votes.replaying:  # an inner torch.autograd.grad of the loss itself
+            return
         inputs, self.inputs, self.call.inputs = self.inputs, None, {}
-        if gradients[0] is None or inputs is None or not self.votes.replaying:
+        if gradients[0] is None or inputs is None:
             return
         with torch._C.DisableTorchFunction():
             if [tensor._version for tensor in inputs.values()] != self.versions:
                 raise RuntimeError(f"an input of {self.step.key[0]} was modified in place after it was used.")
-            self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0])
+            self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0].reshape(self.shape))
 
 
 class Votes(Watch):
@@ -85,6 +100,7 @@ class Votes(Watch):
     ) -> Any:
         # Every torch call of the forward pass comes through here, so the way out for those without a weight is short.
         kwargs = {} if kwargs is None else kwargs
+        refuse_inner(func)
         if not self._may_hold_weights(args) and not (kwargs and self._may_hold_weights(kwargs.values())):
             return func(*args, **kwargs)
         recipe = self.plan.recipes.get(self.position)
@@ -109,6 +125,8 @@ class Votes(Watch):
         if step is not None and not step.on_samples:
             self.track(output, weights, None, step.role == "derive")
             self._follow_views(func, args, kwargs, weights, output)
+            if step.role == "derive" and _saving_is_redirected():
+                self._refuse_recomputed(output)
         return output
 
     def _may_hold_weights(self, values: Iterable[Any]) -> bool:
@@ -151,6 +169,7 @@ class Votes(Watch):
         call = read_call(step.rule, func, args, kwargs, self._is_live)
         if call is None:
             raise PlanMismatch(str(step.key))
+        call.options["shared"] = step.shared
         if step.rule.spreads:
             return self._spread(step, call, func)
         if overwrites(func):
@@ -190,8 +209,11 @@ class Votes(Watch):
         use = self._use(step, call)
         self.recomputes = self.recomputes or redirected
         if self.plan.light and step.on_samples and output.requires_grad and not redirected:
-            output.grad_fn.register_prehook(use.see)  # type: ignore[union-attr]
-            return output
+            node = _lasting_node(output)
+            if node is not None:
+                use.shape = output.shape
+                node.register_prehook(use.see)
+                return output
         inputs = [tensor.detach() for tensor in use.release().values()]
         in_place = step.rule.owns_output and is_own(output)
         return Tap.apply(output, self.anchor, use.receive, in_place, *inputs)
@@ -228,17 +250,24 @@ class Votes(Watch):
         outputs = list(tensors_in(output))
         if func in _CASTS:
             views: list[Tensor] = [source.votes]
-        elif all(_same_storage(tensor, source.tensor) for tensor in outputs):
-            views = list(tensors_in(func(*_swapped(args, source), **_swapped(kwargs, source))))
+        elif all(same_storage(tensor, source.tensor) for tensor in outputs):
+            try:
+                views = list(tensors_in(func(*_swapped(args, source), **_swapped(kwargs, source))))
+            except RuntimeError:  # a view that the weight's strides allow, and the tally's do not
+                return
+            if any(overlaps_itself(view) for view in views):
+                return
         else:
             return
         for tensor, view in zip(outputs, views):
-            if (
-                view.shape == tensor.shape
-                and id(tensor) in self.tracked
-                and _same_storage(view, source.votes)
-            ):
+            if view.shape == tensor.shape and id(tensor) in self.tracked and same_storage(view, source.votes):
                 self.tracked[id(tensor)].votes = view
+
+    def _refuse_recomputed(self, output: Any) -> None:
+        """Gradients cannot be sent back through a weight that a checkpoint makes again, unless it is a view."""
+        made = [self.tracked[id(tensor)] for tensor in tensors_in(output) if id(tensor) in self.tracked]
+        if any(weight.votes is None for weight in made):
+            raise NeedsLoop("a weight is made of others inside a checkpoint")
 
     def _deliver(self, weight: Tracked, form: Form) -> None:
         if weight.votes is not None:
@@ -278,18 +307,18 @@ class Votes(Watch):
         uses, self.waiting[name] = self.waiting[name], []
         groups: list[list[tuple[Form, Tensor]]] = []
         for use in uses:
-            touching = [group for group in groups if any(_overlap(use[1], votes) for _, votes in group)]
+            touching = [group for group in groups if any(overlap(use[1], votes) for _, votes in group)]
             groups = [group for group in groups if group not in touching]
             groups.append([use, *(member for group in touching for member in group)])
         for group in groups:
             first = group[0][1]
-            if all(_geometry(votes) == _geometry(first) for _, votes in group):
+            if all(geometry(votes) == geometry(first) for _, votes in group):
                 parts = [(form, lambda out: out) for form, _ in group]
                 self._fold(combine(parts, first.shape), first)
             else:
                 whole = self.tally[name]
-                parts = [(form, functools.partial(_region, like=votes)) for form, votes in group]
-                self._fold(combine(parts, whole.shape), whole)
+                parts = [(form, functools.partial(region, like=votes)) for form, votes in group]
+                self._fold(Sum(parts, whole.shape), whole)
 
     def _fold(self, form: Form, votes: Tensor) -> None:
         if isinstance(form, Dense) and kernels.sees(form.values) and votes.is_contiguous():
@@ -323,6 +352,18 @@ def _ignore(_: Sequence[Tensor], gradient: Tensor) -> None:
     """A tap that is there for its gradient to be asked for, not seen."""
 
 
+def _lasting_node(output: Tensor) -> Any:
+    """The graph node that sees the output's gradient, whatever is done to the output in place.
+
+    A view's own node leaves the graph then, and its base's stays: linear layers give views of products."""
+    if not output._is_view():
+        return output.grad_fn
+    base = output._base
+    assert base is not None
+    same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base.grad_fn if same else None
+
+
 def _swapped(value: Any, source: Tracked) -> Any:
     if value is source.tensor:
         return source.votes
@@ -336,28 +377,3 @@ def _swapped(value: Any, source: Tracked) -> Any:
 def _saving_is_redirected() -> bool:
     """Inside activation checkpointing or offloading, only tensors saved through autograd are recomputed or moved."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _geometry(view: Tensor) -> tuple[Any, ...]:
-    return view.shape, view.stride(), view.storage_offset()
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    first, last = _extent(a)
-    other_first, other_last = _extent(b)
-    return first <= other_last and other_first <= last
-
-
-def _extent(view: Tensor) -> tuple[int, int]:
-    start = view.storage_offset()
-    return int(start), int(
-        start + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride()))
-    )
-
-
-def _region(out: Tensor, like: Tensor) -> Tensor:
-    return out.as_strided(like.shape, like.stride(), like.storage_offset())

@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
 
+from gradfix.votes.indexing import keeps_rows
 from gradfix.votes.layout import support
-from gradfix.votes.plan import Key, Operation
+from gradfix.votes.plan import Key, NeedsLoop, Operation
 from gradfix.votes.replay import overwrites
 from gradfix.votes.rules import rule_for
 
+_BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 Receiver = Callable[[Sequence[Tensor], Tensor], None]
 
 
@@ -126,16 +129,22 @@ class Watch(TorchFunctionMode):
 class Probe(Watch):
     """Record every operation on a weight, and which entries of its output each probed sample reaches."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], batch: Any, device: torch.device) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device
+    ) -> None:
         super().__init__(parameters, device)
+        self.samples = samples
+        self.group: Sequence[int] | None = None  # whose losses are switched on
+        self.from_samples: Any = WeakIdKeyDictionary()  # tensors that depend on the batch
         self.batch = {id(leaf): leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)}
         self.operations: list[Operation] = []
-        self.sample: int | None = None
+        self.in_place: set[Any] = set()  # graph nodes that index, and leave every row with its sample
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        refuse_inner(func)
         weights = self.weights_in(args, kwargs)
         on_samples = any(self._depends_on_samples(t) for t in tensors_in((args, kwargs)))
         if not weights or not torch.is_grad_enabled():
@@ -146,19 +155,22 @@ class Probe(Watch):
         else:
             output = self._record(func, args, kwargs, weights, on_samples)
         if on_samples:
+            if keeps_rows(func, args, self.samples, self._depends_on_samples):
+                self.in_place.add((args[0] if func is Tensor.__setitem__ else output).grad_fn)
             for tensor in tensors_in(output):
                 if id(tensor) not in self.tracked:
-                    tensor.__dict__["_gradfix_sample"] = self.anchor
+                    self.from_samples[tensor] = True
         return output
 
     def forget(self) -> None:
         super().forget()
+        self.in_place.clear()
         for operation in self.operations:
             operation.args, operation.kwargs, operation.weights = (), {}, []
             operation.output = operation.node = None
 
     def _depends_on_samples(self, tensor: Tensor) -> bool:
-        return id(tensor) in self.batch or tensor.__dict__.get("_gradfix_sample") is self.anchor
+        return id(tensor) in self.batch or tensor in self.from_samples
 
     def _record(
         self,
@@ -176,8 +188,8 @@ class Probe(Watch):
         if isinstance(output, Tensor) and not (overwrites(func) and output._is_view()):
 
             def receive(_: Sequence[Tensor], gradient: Tensor) -> None:
-                if self.sample is not None:
-                    operation.seen.append((self.sample, support(gradient)))
+                if self.group is not None:
+                    operation.seen.append((self.group, support(gradient, self.samples)))
 
             output = Tap.apply(output, self.anchor, receive, _may_overwrite(func, output))
             operation.output, operation.node = output.detach(), output.grad_fn
@@ -189,6 +201,12 @@ class Probe(Watch):
             self.track(output, weights, len(self.operations), True)
         self.operations.append(operation)
         return output
+
+
+def refuse_inner(func: Any) -> None:
+    """A loss that differentiates on its way sees weights detached, and hooks that are not meant for it."""
+    if func in _BACKWARDS:
+        raise NeedsLoop(f"the loss calls {func.__name__} itself")
 
 
 def key_of(func: Any, weights: list[Tracked]) -> Key:
