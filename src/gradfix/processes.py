@@ -52,7 +52,9 @@ class Group:
 
         if asked not in (None, "cuda"):
             return str(asked)
-        return f"cuda:{self.local_rank}" if torch.cuda.is_available() else asked or "cpu"
+        if not torch.cuda.is_available():
+            return asked or "cpu"
+        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of the ranks, on every process."""
@@ -182,7 +184,7 @@ def _listen(pipes: dict[Connection, int], processes: list[Any], progress: Step |
             rank = open_pipes[pipe]
             try:
                 kind, value = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):  # it closed the pipe, or was killed in the middle of a message
                 processes[rank].join(GRACE_SECONDS)
                 code = processes[rank].exitcode
                 raise LostProcess(
