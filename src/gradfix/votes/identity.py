@@ -27,15 +27,15 @@ def probe_module(model: nn.Module, renamed: Mapping[str, str]) -> Probe:
     """Probed values under on-disk names (`renamed` has the module's); tensors that are split on disk are left out."""
     parameters = dict(model.named_parameters())
     chosen = [(disk, parameters[name]) for name, disk in renamed.items() if parameters[name].numel()]
-    values = fetched([p.detach().reshape(-1)[:PROBES].double() for _, p in chosen])
+    values = fetched([p.detach().reshape(-1)[:PROBES] for _, p in chosen])
     return {disk: [round(value, 8) for value in few] for (disk, _), few in zip(chosen, values)}
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """The values of many small tensors of one dtype; each device is waited for once."""
+    """The values of many small tensors; each device is waited for once a dtype."""
     out: list[list[Any]] = [[] for _ in tensors]
-    for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
+    for kind in {(tensor.device, tensor.dtype) for tensor in tensors}:
+        places = [place for place, tensor in enumerate(tensors) if (tensor.device, tensor.dtype) == kind]
         flat = [tensors[place].reshape(-1) for place in places]
         parts = torch.cat(flat).cpu().split([len(part) for part in flat])
         for place, part in zip(places, parts):
