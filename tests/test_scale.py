@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradfix
-from gradfix.errors import UnsafeResult, UsageError
+from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.scale import average_curves
 
 
@@ -75,7 +75,7 @@ def test_bad_grids_and_scores_are_refused():
         gradfix.search_scale(_model(), UPDATE, _peak(1.0), grid=[-1.0])
     with pytest.raises(UnsafeResult, match="finite"):
         gradfix.search_scale(_model(), UPDATE, lambda m: float("nan"))
-    with pytest.raises(UsageError, match="the model lacks"):
+    with pytest.raises(IncompatibleCheckpoints, match="the model lacks"):
         gradfix.search_scale(_model(), {"other": torch.zeros(1)}, _peak(1.0))
 
 

@@ -52,9 +52,9 @@ class Differences(Bundle):
     def __init__(self, sides: list[Side], plan: Plan, counting: Callable[[int], None] | None = None) -> None:
         self.sides, self.pool, self.counting = sides, PieceWorkers(), counting
         self.count = len(sides)
-        floating = [n for n in plan.transported if sides[0].base.info(n).dtype.is_floating_point]
-        self.shapes = {name: sides[0].base.info(name).shape for name in floating}
-        kinds = {c.info(n).dtype for side in sides for c in (side.base, side.tuned) for n in floating}
+        names = [name for name in plan.transported if name not in plan.tied]
+        self.shapes = {name: sides[0].base.info(name).shape for name in names}
+        kinds = {c.info(n).dtype for side in sides for c in (side.base, side.tuned) for n in names}
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:

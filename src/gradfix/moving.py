@@ -45,7 +45,8 @@ class Mover:
             moved.mul_(self.alpha)
         moved.add_(goal)
         into.copy_(moved)
-        fate.survived = differing(into, target)
+        # What rounding alone does to the target is no part of the update.
+        fate.survived = differing(into, self.buffers.wide("rounded", target, into.dtype))
         if sound and abs(self.alpha) < SMALL and into.dtype is target.dtype and target.dtype in WIDE_RANGE:
             whole = math.isfinite(float(moved.sum())) or all_finite(into)
         elif whole:

@@ -1,11 +1,17 @@
 """Can these checkpoints be combined? Every tensor is accounted for before anything is computed.
 
-`check_pair` and `plan_transport` look at names, shapes and dtypes only; weights are not read."""
+`check_pair` and `plan_transport` decide by names, shapes and dtypes. Bytes are read to tell stored copies of a
+tied tensor (a few entries of each tensor), and packed integers, which must not differ."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
+from gradfix.checkpoints.copies import repeated, same_bytes, stored_copies
+from gradfix.checkpoints.kinds import STATISTICS, is_buffer, quantised, refuse_quantised
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.errors import IncompatibleCheckpoints
 
@@ -16,8 +22,8 @@ HEADS = frozenset(
         *("predictions", "generator_predictions", "discriminator_predictions"),
     }
 )
-# Buffers of batch norm: floating tensors on disk, but measured on data, never learned by gradients.
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+ONLY_IN_TARGET = "only in the target"
+DROPPED_HEAD = "a head the fine-tune dropped"
 
 
 @dataclass(frozen=True)
@@ -27,22 +33,50 @@ class Plan:
     transported: list[str]
     copied: dict[str, str] = field(default_factory=dict)  # name -> reason
     extra: dict[str, str] = field(default_factory=dict)  # in the fine-tune only -> what is done with it
+    tied: dict[str, str] = field(
+        default_factory=dict
+    )  # transported with another, of which it is a stored copy
+    needless: dict[str, str] = field(
+        default_factory=dict
+    )  # of the fine-tune, no loss to the target -> reason
 
 
 def check_pair(base: Checkpoint, tuned: Checkpoint) -> list[str]:
-    """Names of the floating tensors both sides share; raises when names or shapes differ."""
-    missing = sorted(set(base.names()) ^ set(tuned.names()))
+    """Names of the weights both sides share; raises when names or shapes differ.
+
+    Buffers stay out, and so does a tied tensor's copy that only one side stores."""
+    refuse_quantised(base)
+    refuse_quantised(tuned)
+    before, after = set(base.names()), set(tuned.names())
+    buffers = _buffers(base, tuned)
+    shared = [name for name in base.names() if name in after]
+    weights = [name for name in shared if name not in buffers]
+    missing = [
+        name
+        for side, names in ((base, before - after), (tuned, after - before))
+        for name in _unrepeated(side, names - buffers, shared)
+    ]
     if missing:
         raise IncompatibleCheckpoints(
-            f"{base} and {tuned} differ in {len(missing)} tensor names, first {missing[0]!r}. "
+            f"{base} and {tuned} differ in {len(missing)} tensor names, first {min(missing)!r}. "
             f"Run `gradfix inspect {base} {tuned}` to see all."
         )
-    _check_shapes(base, tuned, base.names())
-    return floating(base, base.names())
+    _check_shapes(base, tuned, weights)
+    _check_packed(base, tuned, weights)
+    return floating(base, weights)
 
 
 def floating(checkpoint: Checkpoint, names: list[str]) -> list[str]:
     return [name for name in names if checkpoint.info(name).dtype.is_floating_point]
+
+
+def _buffers(*checkpoints: Checkpoint) -> set[str]:
+    return {name for c in checkpoints for name in c.names() if is_buffer(name, c.info(name))}
+
+
+def _unrepeated(checkpoint: Checkpoint, names: set[str], originals: Iterable[str]) -> list[str]:
+    """The names that are no copies of one of the originals."""
+    return sorted(names - set(repeated(checkpoint, sorted(names), originals)))
 
 
 def _check_shapes(left: Checkpoint, right: Checkpoint, names: list[str]) -> None:
@@ -72,43 +106,111 @@ def plan_transport(
     """Decide what happens to each tensor.
 
     A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the
-    target has, or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the target lacks is an error."""
-    before, after, goal = set(base.names()), set(tuned.names()), set(target.names())
-    dropped = {name for name in before - after if HEADS & set(name.split("."))}
-    lost = sorted(before - after - dropped)
-    if lost:
-        raise IncompatibleCheckpoints(
-            f"{tuned} lacks {len(lost)} tensors of its base {base}, first {lost[0]!r}. "
-            "Is it a fine-tune of that base? A LoRA folder needs its adapter_config.json."
-        )
-    homeless = sorted((before & after) - goal)
-    if homeless:
-        raise IncompatibleCheckpoints(
-            f"{target} lacks {len(homeless)} tensors of {base}, first {homeless[0]!r}: not the same architecture. "
-            f"Run `gradfix inspect {base} {target}` to see all."
-        )
-    _check_quantised(base, tuned, target)
-    shared = [name for name in target.names() if name in before and name not in dropped]
-    _check_shapes(base, tuned, shared)
-    _check_shapes(base, target, shared)
-    copied = {name: "running statistics of the target" for name in shared if name.endswith(STATISTICS)}
-    transported = [name for name in floating(target, shared) if name not in copied]
-    copied |= {n: "not a floating tensor" for n in shared if n not in copied and n not in set(transported)}
-    copied |= dict.fromkeys(goal - before - after, "only in the target")
-    copied |= dict.fromkeys(goal & dropped, "a head the fine-tune dropped")
-    extra = _plan_extra(base, tuned, target, sorted(after - before), head)
-    copied |= {name: "replaced by the fine-tune's head" for name in extra if name in goal}
-    if strict and (extra or any(reason == "only in the target" for reason in copied.values())):
-        odd = sorted([*extra, *(n for n, r in copied.items() if r == "only in the target")])
-        raise IncompatibleCheckpoints(
-            f"--strict: {len(odd)} tensors are not shared by all three, first {odd[0]!r}."
-        )
-    return Plan(transported, copied, extra)
+    target has, or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the
+    target lacks is an error. Buffers are the target's. A stored copy of a transported tensor is moved with it, and
+    one that a file leaves out is not missed."""
+    for checkpoint in (base, tuned, target):
+        refuse_quantised(checkpoint)
+    trio = _Trio(base, tuned, target)
+    trio.refuse_lost()
+    needless = trio.needless()
+    moved = trio.moved()
+    extra = _plan_extra(base, tuned, sorted(trio.after - trio.before - trio.buffers - set(needless)), head)
+    tied = trio.tied(moved, set(extra))
+    transported = {*moved, *tied}
+    copied = {name: trio.reason(name, extra) for name in target.names() if name not in transported}
+    if strict:
+        _refuse_unshared([*extra, *(name for name, why in copied.items() if why == ONLY_IN_TARGET)])
+    return Plan(
+        [name for name in target.names() if name in transported], copied, extra, tied,
+        {name: why for name, why in needless.items() if name not in trio.goal},
+    )  # fmt: skip
 
 
-def _plan_extra(
-    base: Checkpoint, tuned: Checkpoint, target: Checkpoint, names: list[str], head: str
-) -> dict[str, str]:
+class _Trio:
+    """Base, fine-tune and target, and who has which tensor."""
+
+    def __init__(self, base: Checkpoint, tuned: Checkpoint, target: Checkpoint) -> None:
+        self.base, self.tuned, self.target = base, tuned, target
+        self.before, self.after, self.goal = set(base.names()), set(tuned.names()), set(target.names())
+        self.buffers = _buffers(base, tuned, target)
+        self.both = [name for name in base.names() if name in self.after]
+        self.dropped = {name for name in self.before - self.after if HEADS & set(name.split("."))}
+
+    def refuse_lost(self) -> None:
+        names = self.before - self.after - self.dropped - self.buffers
+        lost = _unrepeated(self.base, names, self.both)
+        if lost:
+            raise IncompatibleCheckpoints(
+                f"{self.tuned} lacks {len(lost)} tensors of its base {self.base}, first {lost[0]!r}. "
+                "Is it a fine-tune of that base? A LoRA folder needs its adapter_config.json."
+            )
+
+    def needless(self) -> dict[str, str]:
+        """Tensors of the fine-tune that base or target can do without, and why; raises for a weight without a home."""
+        at_home = [name for name in self.both if name in self.goal]
+        homeless = [name for name in self.both if name not in self.goal and name not in self.buffers]
+        copies = repeated(self.base, homeless, at_home)
+        copies = {name: first for name, first in copies.items() if same_bytes(self.tuned, name, first)}
+        homeless = sorted(set(homeless) - set(copies))
+        if homeless:
+            raise IncompatibleCheckpoints(
+                f"{self.target} lacks {len(homeless)} tensors of {self.base}, first {homeless[0]!r}: not the same "
+                f"architecture. Run `gradfix inspect {self.base} {self.target}` to see all."
+            )
+        copies |= repeated(self.tuned, sorted(self.after - self.before - self.buffers), self.both)
+        reasons = {name: f"a copy of {first}" for name, first in copies.items()}
+        return reasons | dict.fromkeys(self.after & self.buffers, "a buffer")
+
+    def moved(self) -> list[str]:
+        """The weights all three have under the same name, checked."""
+        shared = {*self.both} & self.goal - self.buffers
+        names = [name for name in self.target.names() if name in shared]
+        _check_shapes(self.base, self.tuned, names)
+        _check_shapes(self.base, self.target, names)
+        _check_packed(self.base, self.tuned, names)
+        return [name for name in floating(self.target, names) if not name.endswith(STATISTICS)]
+
+    def tied(self, moved: list[str], extra: set[str]) -> dict[str, str]:
+        """Stored copies in the target of what is moved, each with its original.
+
+        A fine-tune may have untied what its target ties: then both are moved, each by its own update."""
+        movable = set(moved)
+        others = [
+            name
+            for name in self.target.names()
+            if name not in movable | extra | self.buffers and not name.endswith(STATISTICS)
+        ]
+        return {
+            name: first
+            for name, first in stored_copies(self.target, [*moved, *others]).items()
+            if first in movable
+            and (name not in movable or all(same_bytes(c, name, first) for c in (self.base, self.tuned)))
+        }
+
+    def reason(self, name: str, extra: Mapping[str, str]) -> str:
+        """Why a tensor of the target stays as it is."""
+        if name in extra:
+            return "replaced by the fine-tune's head"
+        if name in self.dropped:
+            return DROPPED_HEAD
+        if name not in self.before | self.after:
+            return ONLY_IN_TARGET
+        if name.endswith(STATISTICS):
+            return "running statistics of the target"
+        if not self.target.info(name).dtype.is_floating_point:
+            return "not a floating tensor"
+        return "a buffer" if name in self.buffers else "a copy that base or fine-tune does not store"
+
+
+def _refuse_unshared(names: list[str]) -> None:
+    if names:
+        raise IncompatibleCheckpoints(
+            f"--strict: {len(names)} tensors are not shared by all three, first {min(names)!r}."
+        )
+
+
+def _plan_extra(base: Checkpoint, tuned: Checkpoint, names: list[str], head: str) -> dict[str, str]:
     if not names:
         return {}
     if head == "error":
@@ -119,13 +221,12 @@ def _plan_extra(
     return dict.fromkeys(names, "copied from the fine-tune" if head == "copy" else "skipped")
 
 
-def _check_quantised(*checkpoints: Checkpoint) -> None:
-    for checkpoint in checkpoints:
-        for name in checkpoint.names():
-            info = checkpoint.info(name)
-            small = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
-            if small and len(info.shape) >= 2 and name.endswith("weight"):
-                raise IncompatibleCheckpoints(
-                    f"tensor {name!r} of {checkpoint} is {info.dtype}: quantised weights cannot be transported. "
-                    "Use the unquantised release."
-                )
+def _check_packed(base: Checkpoint, tuned: Checkpoint, names: list[str]) -> None:
+    """Integers that training changed are packed weights; to copy the target's would lose the change."""
+    for name in names:
+        info = tuned.info(name)
+        if info.dtype.is_floating_point or len(info.shape) < 2 or name.endswith(STATISTICS):
+            continue
+        pairs = zip(base.chunks(name), tuned.chunks(name), strict=True)
+        if base.info(name) != info or not all(torch.equal(*pair) for pair in pairs):
+            raise quantised(tuned, name, info)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.names import name_map
 from gradfix.errors import UnsafeResult, UsageError
-from gradfix.transported import add_scaled
+from gradfix.transported import add_scaled, by_weight
 
 PAPER_GRID = tuple(round(0.1 * step, 1) for step in range(1, 11))
 WIDEN_BY = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
@@ -51,17 +50,7 @@ class Dial:
     """Set a model to `weights + alpha * update` for any alpha, always from the untouched weights."""
 
     def __init__(self, model: nn.Module, update: Mapping[str, Tensor]) -> None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        if not set(update) <= set(parameters):
-            update = name_map(model, update).to_module(update)
-        strangers = sorted(set(update) - set(parameters))
-        if strangers:
-            raise UsageError(
-                f"the update has {len(strangers)} tensors that the model lacks, first {strangers[0]!r}."
-            )
-        self._parts = [
-            (parameters[name], parameters[name].detach().clone(), delta) for name, delta in update.items()
-        ]
+        self._parts = [(weight, weight.detach().clone(), delta) for weight, delta in by_weight(model, update)]
 
     @torch.no_grad()
     def turn(self, alpha: float) -> None:
@@ -116,16 +105,20 @@ def search_scale(
     best = _best(points)
     if dict(points)[best] == float("-inf"):
         raise UnsafeResult("no alpha gives a finite score; the update or the model is not finite.")
+    return ScaleCurve(best, points, widened, _notes(points, widened))
+
+
+def _notes(points: Sequence[tuple[float, float]], widened: bool) -> tuple[str, ...]:
+    """What a reader of this curve should know."""
     notes: list[str] = []
+    best, largest = _best(points), points[-1][0]
     if widened:
-        notes.append(
-            f"the best alpha lay at the edge of 0.1..1, so the grid was widened to {points[-1][0]:g}"
-        )
-    if best == points[-1][0] and best > 0:
+        notes.append(f"the best alpha lay at the edge of 0.1..1, so the grid was widened to {largest:g}")
+    if best == largest and best > 0:
         notes.append(f"the best alpha {best:g} is the largest one tried: a wider grid may do better")
     if best == 0:
         notes.append("alpha 0 scored best: do not transport")
-    return ScaleCurve(best, points, widened, tuple(notes))
+    return tuple(notes)
 
 
 def _best(points: Iterable[tuple[float, float]]) -> float:
@@ -133,8 +126,8 @@ def _best(points: Iterable[tuple[float, float]]) -> float:
 
 
 def average_curves(curves: Sequence[ScaleCurve]) -> ScaleCurve:
-    """One curve from several folds: the mean score at the alphas every fold tried."""
+    """One curve from several folds: the mean score at the alphas every fold tried, and what holds of this mean."""
     common = sorted(set.intersection(*(set(dict(curve.points)) for curve in curves)))
     points = [(alpha, sum(dict(c.points)[alpha] for c in curves) / len(curves)) for alpha in common]
-    notes = tuple(dict.fromkeys(note for curve in curves for note in curve.notes))
-    return ScaleCurve(_best(points), points, any(curve.widened for curve in curves), notes)
+    widened = all(curve.widened for curve in curves)  # else no widened alpha is common to them
+    return ScaleCurve(_best(points), points, widened, _notes(points, widened))

@@ -30,7 +30,8 @@ from gradfix.fates import Fate, total
 from gradfix.moving import Mover
 from gradfix.pipeline import Content, Pipeline
 from gradfix.preflight import Plan, plan_transport
-from gradfix.transported import share
+from gradfix.tied import TiedBallot, TiedUpdate
+from gradfix.transported import add_scaled, share
 from gradfix.updates import Difference, Update
 from gradfix.votes.ballot import Ballot, OpenVotes
 from gradfix.votes.tally import SignVotes
@@ -75,22 +76,23 @@ def transport_checkpoint(
     inputs: Mapping[str, Checkpoint] | None = None,
     hashes: InputHashes | None = None,
     update: Update | None = None,
+    plan: Plan | None = None,
     kind: str = "transport",
     progress: Callable[[int], None] | None = None,
 ) -> StreamReport:
     """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
 
     `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none.
-    `extras(staging)` may add files; `details` go into the manifest. A merge computes its own `update`, and
-    hands in the `hashes` it reads its files through."""
+    `extras(staging)` may add files; `details` go into the manifest. A merge makes its own `plan` and `update`,
+    and hands in the `hashes` it reads its files through."""
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     out = Path(out)
-    refuse_inside(out, [c.path for c in (before, after, goal) if c.path is not None])
+    refuse_inside(out, [before.path, after.path, goal.path, votes])
     before, after = match_prefix(before, goal), match_prefix(after, goal)
     before, after, vocabulary = match_vocabulary(before, after, goal)
-    plan = plan_transport(before, after, goal, head=head, strict=strict)
-    ballot = Ballot(votes, mask, margin, seed, plan, goal)
+    plan = plan or plan_transport(before, after, goal, head=head, strict=strict)
+    ballot = TiedBallot(votes, mask, margin, seed, plan, goal)
     hashes = hashes or InputHashes([before, after, goal])
     job = _Job(
         before, after, goal, plan, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype,
@@ -119,18 +121,26 @@ def write_update(
     out: str | os.PathLike[str],
     alpha: float = 1.0,
     inputs: Mapping[str, Checkpoint] | None = None,
+    head: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> StreamReport:
-    """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest."""
-    delta = open_checkpoint(dict(update))
+    """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest.
+
+    `head` holds tensors that the target lacks: they are written with what the update changes in them."""
+    lent = dict(head or {})
+    moved = {name: delta for name, delta in update.items() if name not in lent}
+    for name in lent.keys() & update.keys():
+        lent[name] = lent[name].clone()
+        add_scaled(lent[name], update[name], alpha)
     return transport_checkpoint(
-        base=Zeros(delta),
-        tuned=delta,
+        base=Zeros(open_checkpoint(moved)),
+        tuned=open_checkpoint({**moved, **lent}),
         target=target,
         out=out,
         mask="none",
         alpha=alpha,
         inputs=inputs,
+        head="copy" if lent else "error",
         **options,
     )
 
@@ -152,7 +162,7 @@ class _Job:
     ) -> None:
         self.base, self.tuned, self.target, self.plan = base, tuned, target, plan
         self.ballot, self.alpha, self.dtype, self.hashes = ballot, alpha, dtype, hashes
-        self.pipeline = Pipeline(update, Mover(ballot, alpha), hashes)
+        self.pipeline = Pipeline(TiedUpdate(update, plan.tied), Mover(ballot, alpha), hashes)
         self.wanted = set(plan.transported)
 
     def out_info(self, name: str, source: Checkpoint | None = None) -> TensorInfo:
@@ -177,7 +187,7 @@ class _Job:
 
     def report(self, out: Path, force: bool) -> StreamReport:
         plan, fates, abstained = self.plan, self.pipeline.fates, self.pipeline.abstained
-        whole = total(fates.values())
+        whole = total(fate for name, fate in fates.items() if name not in plan.tied)
         ratio = whole.norm_ratio()
         notes = self._judge(whole, ratio, force)
         notes += [note for source in (self.base, self.tuned, self.target) for note in source.notes]
@@ -185,8 +195,10 @@ class _Job:
             notes.append(
                 f"{len(abstained)} tensors have no votes (frozen or unused) and were left as they are"
             )
-        skipped = [name for name, what in plan.extra.items() if what == "skipped"]
+        skipped = [*plan.needless, *(name for name, what in plan.extra.items() if what == "skipped")]
         tensors: dict[str, Any] = {name: fate.as_json() for name, fate in fates.items()}
+        for name in plan.tied.keys() & fates.keys():
+            tensors[name]["reason"] = f"tied to {plan.tied[name]}"
         tensors |= {name: {"fate": "copied", "reason": reason} for name, reason in plan.copied.items()}
         tensors |= {name: {"fate": "copied", "reason": "no votes"} for name in abstained}
         tensors |= {
@@ -201,6 +213,7 @@ class _Job:
             }
             for name, what in plan.extra.items()
         }
+        tensors |= {name: {"fate": "skipped", "reason": reason} for name, reason in plan.needless.items()}
         transported = sum(entry["fate"] == "transported" for entry in tensors.values())
         copied = sum(entry["fate"] == "copied" for entry in tensors.values())
         everything = set(self.target.names()) | set(self.tuned.names())

@@ -27,7 +27,8 @@ class TaskVector(Mapping[str, Tensor]):
     def between(cls, base: Source | Checkpoint, tuned: Source | Checkpoint) -> TaskVector:
         """`tuned - base`. Each side may be a path, a hub id, a state dict or an nn.Module.
 
-        A LoRA folder as `tuned` is densified onto `base`. Integer tensors (buffers) are left out."""
+        A LoRA folder as `tuned` is densified onto `base`. Buffers are left out, and so is a tied tensor's copy
+        that only one side stores."""
         before = open_checkpoint(base)
         after = open_checkpoint(tuned, base=before)
         before, after = _same_names(before, after)

@@ -81,6 +81,8 @@ def transport(
             update[name], kept[name] = torch.zeros_like(delta), 0.0
             continue
         seen = shown[name].to(delta.device)
+        if rule.sees == "votes" and not isinstance(direction, SignVotes):
+            seen = seen.sign()  # one voter, whose numbers are no votes yet
         if seen.shape != delta.shape:
             raise IncompatibleCheckpoints(
                 f"tensor {name!r} is {tuple(delta.shape)} in the task vector and {tuple(seen.shape)} in the votes."
@@ -200,6 +202,15 @@ def apply(model: nn.Module, update: Mapping[str, Tensor], alpha: float = 1.0) ->
     """Add `alpha * update` in place: float32 arithmetic or better, each weight's dtype kept.
 
     Names may be the module's or those on disk. Every tensor of the update must find its weight."""
+    for weight, delta in by_weight(model, update):
+        add_scaled(weight, delta, alpha)
+
+
+def by_weight(model: nn.Module, update: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each weight of the model that the update names, once, with its change.
+
+    A tied weight goes by several names and the update may hold them all: equal changes are one change, and a
+    name without any (it had no votes) yields to one that has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if not set(update) <= set(parameters):
         update = name_map(model, update).to_module(update)
@@ -208,8 +219,18 @@ def apply(model: nn.Module, update: Mapping[str, Tensor], alpha: float = 1.0) ->
         raise IncompatibleCheckpoints(
             f"the update has {len(strangers)} tensors that the model lacks, first {strangers[0]!r}."
         )
-    for name, delta in update.items():
-        add_scaled(parameters[name], delta, alpha)
+    chosen: dict[int, str] = {}
+    for name in update:
+        first = chosen.setdefault(id(parameters[name]), name)
+        if first == name or torch.equal(update[first], update[name]) or not bool(update[name].any()):
+            continue
+        if bool(update[first].any()):
+            raise IncompatibleCheckpoints(
+                f"{first!r} and {name!r} are one tied weight of the model, and the update changes them differently. "
+                f"Leave one out: update.subset(n for n in update if n != {name!r})."
+            )
+        chosen[id(parameters[name])] = name
+    return [(parameters[name], update[name]) for name in chosen.values()]
 
 
 def add_scaled(weight: Tensor, delta: Tensor, alpha: float) -> None:

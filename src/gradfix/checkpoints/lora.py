@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gradfix.checkpoints.adapter_base import check_base
 from gradfix.checkpoints.adapter_names import conv1d_layers, layer_names
+from gradfix.checkpoints.kinds import refuse_narrow
 from gradfix.checkpoints.open import CHUNK, Checkpoint, open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, file_identity
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
@@ -101,6 +102,7 @@ class LoraCheckpoint(Checkpoint):
         alpha = float(_by_pattern(config, "alpha_pattern", module, config["lora_alpha"]))
         layer.scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         info = self._stored(name)
+        refuse_narrow(self.base, name, info)
         size = (info.shape[0], info.numel // info.shape[0]) if info.shape and info.shape[0] else (0, 0)
         straight, crossed = size == (rows, columns), size == (columns, rows) and "A" in layer.keys
         if not straight and not crossed:
@@ -151,7 +153,8 @@ class LoraCheckpoint(Checkpoint):
         return info
 
     def read(self, name: str) -> Tensor:
-        return torch.cat([*self.chunks(name, CHUNK), torch.empty(0)]).view(self.info(name).shape)
+        info = self.info(name)
+        return torch.cat([*self.chunks(name, CHUNK), torch.empty(0, dtype=info.dtype)]).view(info.shape)
 
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         stored, key = (self.weights, self._full[name]) if name in self._full else (self.base, name)

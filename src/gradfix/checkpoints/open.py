@@ -285,10 +285,10 @@ def _from_folder(folder: Path, base: Source | Checkpoint | None) -> Checkpoint:
             raise UsageError(f"{folder} is a LoRA adapter: it needs the base it was trained on (--base).")
         return open_adapter(folder, open_checkpoint(base))
     for name in WEIGHT_FILES:
+        if (folder / name).is_file():  # before the index, as transformers does where a folder holds both
+            return _from_file(folder / name, folder)
         if (folder / (name + INDEX_SUFFIX)).is_file():
             return _from_index(folder, folder / (name + INDEX_SUFFIX))
-        if (folder / name).is_file():
-            return _from_file(folder / name, folder)
     found = sorted(folder.glob("*.safetensors")) or sorted(
         p for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES and p.name != "training_args.bin"
     )

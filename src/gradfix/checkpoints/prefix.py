@@ -35,6 +35,9 @@ class Renamed(Checkpoint):
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
         return self.whole.chunks(self.original[name], elements)
 
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        return self.whole.span(self.original[name], first, count)
+
     def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
         return self.whole.stored(self.original[name])
 
@@ -45,6 +48,9 @@ class Renamed(Checkpoint):
     @property
     def files(self) -> list[Path]:
         return self.whole.files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.original
 
 
 def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
@@ -64,5 +70,5 @@ def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
 
 def _common(names: list[str]) -> str:
     """The first name part that most tensors share, or nothing."""
-    part, count = Counter(name.split(".", 1)[0] for name in names if "." in name).most_common(1)[0]
-    return part if count * 2 > len(names) else ""
+    parts = Counter(name.split(".", 1)[0] for name in names if "." in name)
+    return next((part for part, count in parts.most_common(1) if count * 2 > len(names)), "")

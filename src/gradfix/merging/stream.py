@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import Checkpoint, Part, Source, open_checkpoint
+from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import refuse_inside
@@ -28,14 +29,15 @@ from gradfix.merging.bundles import Density
 from gradfix.merging.combined import Combined
 from gradfix.merging.memory import mask_seed, method_options
 from gradfix.merging.rules import MERGES
-from gradfix.preflight import plan_transport
+from gradfix.preflight import DROPPED_HEAD, Plan, plan_transport
 from gradfix.registry import unknown
 from gradfix.stream import LEAST_KEPT, StreamReport, transport_checkpoint
 from gradfix.taskvector import TaskVector
 from gradfix.threads import ahead, one_thread
+from gradfix.tied import TiedBallot
 from gradfix.transported import share, transport
 from gradfix.updates import Piece
-from gradfix.votes.ballot import Ballot, OpenVotes, consensus_of, open_votes
+from gradfix.votes.ballot import OpenVotes, consensus_of, open_votes
 from gradfix.votes.tally import SignVotes
 
 MIXED_UP = "Check the base and tuned of this vector; force goes on all the same."
@@ -86,7 +88,8 @@ def merge_checkpoints(
         target, vectors, method, order, mask, density, margin, seed, head, options, counting, still=alpha == 0
     )
     job, merged = plan.job, plan.merged
-    refuse_inside(Path(out), [c.path for c in job.inputs.values() if c.path is not None])
+    read = [*(checkpoint.path for checkpoint in job.inputs.values()), *(vector.votes for vector in vectors)]
+    refuse_inside(Path(out), read)
     after = order == "merge_then_mask"
     about: dict[str, Any] = {
         **(details or {}),
@@ -100,7 +103,7 @@ def merge_checkpoints(
             extras(staging)
 
     return transport_checkpoint(
-        base=Zeros(Part(merged, job.names)),
+        base=Zeros(Part(merged, list(job.bundle.shapes))),
         tuned=merged,
         target=job.target,
         out=out,
@@ -118,6 +121,7 @@ def merge_checkpoints(
         inputs=job.inputs,
         hashes=job.hashes,
         update=merged.update,
+        plan=job.plan,
         kind="merge",
         progress=progress,
     )
@@ -210,6 +214,7 @@ class _MergeJob:
         for vector in vectors:
             base = _open_once(vector.base, opened)
             tuned = _open_once(vector.tuned, opened, base)
+            base, tuned = (_prefixed_once(side, opened, self.target) for side in (base, tuned))
             base, tuned, rows = match_vocabulary(base, tuned, self.target)
             self.sides.append(Side(base, tuned, vector.votes, rows))
         self.inputs = {"target": self.target}
@@ -217,20 +222,54 @@ class _MergeJob:
             self.inputs |= {f"base {number}": side.base, f"tuned {number}": side.tuned}
         self.plans = [plan_transport(side.base, side.tuned, self.target, head=head) for side in self.sides]
         self._check_names()
-        self.names = [name for name in self.target.names() if name in self.sides[0].base]
         self.heads = self._heads(head)
+        self.plan = self._common_plan()
         self.hashes = InputHashes(list(self.inputs.values()))
-        self.bundle = Differences(self.sides, self.plans[0], counting)
+        self.bundle = Differences(self.sides, self.plan, counting)
 
     def _check_names(self) -> None:
-        first = set(self.sides[0].base.names())
-        for number, side in enumerate(self.sides[1:], 2):
-            odd = sorted(first ^ set(side.base.names()))
+        """What one vector moves the others move as well, or had as a head of their base and dropped."""
+        first = self.plans[0]
+        for number, (side, plan) in enumerate(zip(self.sides, self.plans, strict=True), 1):
+            odd = [
+                name
+                for name in sorted(set(first.transported) ^ set(plan.transported))
+                if DROPPED_HEAD not in (first.copied.get(name), plan.copied.get(name))
+            ]
             if odd:
                 raise IncompatibleCheckpoints(
                     f"vectors 1 and {number} differ in {len(odd)} tensor names, first {odd[0]!r}: "
                     f"{self.sides[0].base} and {side.base} are not the same architecture."
                 )
+
+    def _common_plan(self) -> Plan:
+        """What every vector moves; the rest of the target is copied, and heads are taken from whoever has them."""
+        everywhere = set.intersection(*(set(plan.transported) for plan in self.plans))
+        transported = [name for name in self.target.names() if name in everywhere]
+        reasons = {name: why for plan in self.plans for name, why in plan.copied.items()}
+        reasons |= {
+            name: why for plan in self.plans for name, why in plan.copied.items() if why == DROPPED_HEAD
+        }
+        copied = {name: why for name, why in reasons.items() if name not in everywhere}
+        extra = {name: what for plan in self.plans for name, what in plan.extra.items()}
+        return Plan(transported, copied, extra, self._common_ties(transported))
+
+    def _common_ties(self, transported: list[str]) -> dict[str, str]:
+        """Copies that every vector leaves tied, by a name under which all of them store the tensor."""
+        stored = set.intersection(*(set(c.names()) for side in self.sides for c in (side.base, side.tuned)))
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name in transported:
+            groups.setdefault(tuple(plan.tied.get(name, name) for plan in self.plans), []).append(name)
+        ties: dict[str, str] = {}
+        for names in groups.values():
+            first = next((name for name in names if name in stored), None)
+            if first is None:
+                raise IncompatibleCheckpoints(
+                    f"tensor {names[0]!r} is tied to another in some of the vectors and not in all. "
+                    "Save all fine-tunes and bases tied, or all with both tensors."
+                )
+            ties |= {name: first for name in names if name != first}
+        return ties
 
     def _heads(self, head: str) -> dict[str, Checkpoint]:
         """Tensors only the fine-tunes have, with the fine-tune each comes from."""
@@ -246,9 +285,9 @@ class _MergeJob:
         return owners
 
     def mask_each(self, mask: str, margin: float | None, seed: int | None) -> None:
-        for number, (side, plan) in enumerate(zip(self.sides, self.plans, strict=True)):
+        for number, side in enumerate(self.sides):
             own = None if seed is None else mask_seed(seed, number)
-            side.ballot = Ballot(side.votes, mask, margin, own, plan, self.target)
+            side.ballot = TiedBallot(side.votes, mask, margin, own, self.plan, self.target)
 
     def consensus(self) -> OpenVotes | None:
         """The tasks' votes as one; a votes object shared by several vectors is one task's."""
@@ -294,6 +333,13 @@ def _open_once(
     return opened[key]
 
 
+def _prefixed_once(checkpoint: Checkpoint, opened: dict[Any, Checkpoint], target: Checkpoint) -> Checkpoint:
+    key = ("prefixed", id(checkpoint))
+    if key not in opened:
+        opened[key] = match_prefix(checkpoint, target)
+    return opened[key]
+
+
 def _identity(votes: Votes | None) -> object:
     return os.path.realpath(votes) if isinstance(votes, str | os.PathLike) else id(votes)
 
@@ -308,14 +354,12 @@ class _Merged(Checkpoint):
         )
 
     def names(self) -> list[str]:
-        return [*self.job.names, *self.job.heads]
+        return [*self.job.bundle.shapes, *self.job.heads]
 
     def info(self, name: str) -> TensorInfo:
         if name in self.job.heads:
             return self.job.heads[name].info(name)
-        if name in self.job.bundle.shapes:
-            return TensorInfo(self.job.bundle.shapes[name], self.job.bundle.dtype)
-        return self.job.sides[0].base.info(name)
+        return TensorInfo(self.job.bundle.shapes[name], self.job.bundle.dtype)
 
     def read(self, name: str) -> Tensor:
         if name in self.job.heads:
