@@ -58,8 +58,7 @@ def manifest(name: str = "my-model", **changes: Any) -> dict[str, Any]:
                 "base": "/models/base",
                 "tuned": f"/models/{name}",
                 "shots": 5,
-                "force": False,
-                "check": True,
+                "check": False,
             },
         },
     }
@@ -75,9 +74,8 @@ def front_matter(text: str) -> dict[str, Any]:
 def test_the_card_says_what_was_done() -> None:
     text = card(manifest())
     for part in ("veto", "0.8", "0.4", "61.0%", "97.0%", "20 / 2 / 1", "a" * 64, "b" * 64, "c" * 64, "70.9", "92.1",
-                 "labelled examples per class | 5", "few-shot loss | 0.9 | 0.5", "something about my", "--shots 5"):  # fmt: skip
+                 "labelled examples per class | 5", "few-shot loss | 0.9 | 0.5", "something about my", "--shots 5", "--no-check"):  # fmt: skip
         assert part in text, part
-    assert "--force" not in text
     about = front_matter(text)
     assert about["base_model"] == "acme/next-release" and about["base_model_relation"] == "finetune"
     assert about["library_name"] == "transformers" and "gradfix" in about["tags"]
@@ -88,7 +86,9 @@ def test_the_card_says_what_was_done() -> None:
     [("veto", "masked by the signs"), ("none", "was scaled and added"), ("random", "a random part")],
 )
 def test_the_card_says_how_the_update_was_made(mask: str, words: str) -> None:
-    text = card(manifest(config={"mask": mask, "alpha": 1.0}))
+    content = manifest(config={"mask": mask, "alpha": 1.0})
+    content["details"]["command"]["mask"] = mask
+    text = card(content)
     assert words in text
     assert "without training" in text
 
@@ -101,6 +101,38 @@ def test_the_card_of_the_best_recipe_does_not_deny_its_training() -> None:
     assert "without training" not in text
     assert "| method | best |" in text
     assert "| mask |" not in text
+
+
+def test_a_mask_that_was_applied_beforehand_is_named() -> None:
+    content = manifest(config={"mask": "none", "alpha": 1.0})
+    content["details"]["command"]["mask"] = "magnitude"
+    text = card(content)
+    assert "| mask | magnitude |" in text
+    assert "weighed by its agreement with the gradient" in text
+    del content["details"]["command"]["mask"]  # an aligned transport with the default mask
+    assert "| mask | agree |" in card(content)
+
+
+def test_a_target_that_was_kept_is_called_so() -> None:
+    content = manifest(config={"mask": "none", "alpha": 0.0})
+    content["details"]["command"]["method"] = "few_shot"
+    text = card(content)
+    assert "was kept as it is" in text
+    assert "fine-tuned on" not in text
+
+
+def test_votes_from_a_file_count_their_own_examples() -> None:
+    text = card(manifest(votes={"count": 16}))
+    assert "| labelled examples | 16 |" in text
+    assert "per class" not in text
+
+
+def test_the_command_keeps_every_space() -> None:
+    content = manifest()
+    content["details"]["command"] = {"text_template": "a  {x}\n b", "templates": ["one  {}", "two"]}
+    line = card(content).split("```")[1].replace("\\\n", "")
+    assert "'a  {x}'$'\\x0a'' b'" in line
+    assert "--templates 'one  {}'" in line and "--templates two" in line
 
 
 def test_the_hub_reads_the_front_matter(tmp_path: Path) -> None:

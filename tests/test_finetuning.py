@@ -112,6 +112,72 @@ def test_a_state_of_another_run_is_refused(
         finetune(opened(folder), ROWS[:-1], **RECIPE, checkpoint=state)
 
 
+LABELS = {"negative": "bad", "positive": "good"}
+FILMS = [{"text": "good film", "label": "positive"}, {"text": "bad film", "label": "negative"}]
+
+
+def talks(answer: str) -> list[dict[str, object]]:
+    turns = [{"role": "user", "content": "a film"}, {"role": "assistant", "content": answer}]
+    return [{"messages": turns}] * 2
+
+
+def opened_as(family: str, home: Path, task: str, options: dict[str, object], seed: int | None) -> Bound:
+    """A tiny checkpoint of seed 0 under a task; its head of another seed where one is given."""
+    folder = save_tiny(family, home / f"{family}-0")
+    lender = None if seed is None else save_tiny(family, home / f"{family}-{seed}", seed)
+    labels = {} if task == "causal" else LABELS
+    return TASKS[task](labels, **options).open(folder, head_from=lender)
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "before", "after"),
+    [
+        ("bert", "zero-shot", {}, {"options": {"pooling": "cls"}}),
+        ("bert", "zero-shot", {}, {"options": {"scale": 5.0}}),
+        ("bert", "zero-shot", {}, {"options": {"max_length": 8}}),
+        ("bert", "zero-shot", {}, {"head": 1}),
+        ("bert_classifier", "classification", {}, {"options": {"max_length": 8}}),
+        ("t5", "seq2seq", {}, {"options": {"loss": "sum"}}),
+        ("t5", "seq2seq", {}, {"rows": [{**row, "text": row["text"].upper()} for row in FILMS]}),
+        ("llama", "causal", {"rows": talks("good")}, {"rows": talks("bad")}),
+    ],
+    ids=["pooling", "scale", "length", "head", "classifier", "loss", "letters", "answers"],
+)
+def test_a_state_is_believed_only_under_the_same_settings(
+    family: str, task: str, before: dict, after: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetuning, "SAVE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(finetuning, "SAVE_SHARE", math.inf)
+    state = tmp_path / "state.safetensors"
+
+    def run(rows=FILMS, options=(), head=None) -> list[int]:
+        steps: list[int] = []
+        bound = opened_as(family, tmp_path, task, dict(options), head)
+        finetune(bound, rows, steps=2, batch_size=2, checkpoint=state, progress=steps.append)
+        return steps
+
+    assert run(**before) == [1, 1]
+    with pytest.raises(CorruptInput, match="another fine-tune"):
+        run(**after)
+    assert run(**before) == [2]
+
+
+def test_a_state_of_another_tokenizer_or_other_statistics_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetuning, "SAVE_EVERY_SECONDS", 0.0)
+    state = tmp_path / "state.safetensors"
+    finetune(opened(folder), ROWS, **RECIPE, checkpoint=state)
+    other = opened(folder)
+    other.encoder.tokenizer.backend_tokenizer.post_processor = None
+    with pytest.raises(CorruptInput, match="another fine-tune"):
+        finetune(other, ROWS, **RECIPE, checkpoint=state)
+    other = opened(folder)
+    other.model.register_buffer("running_mean", torch.ones(3))
+    with pytest.raises(CorruptInput, match="another fine-tune"):
+        finetune(other, ROWS, **RECIPE, checkpoint=state)
+
+
 def test_only_the_named_weights_move_and_everything_else_comes_back(folder: Path) -> None:
     bound = opened(folder)
     before, mode = weights(bound), [m.training for m in bound.model.modules()]

@@ -87,6 +87,8 @@ def _name(manifest: Mapping[str, Any], role: str) -> str:
 
 def _title(manifest: Mapping[str, Any]) -> str:
     tuned = _name(manifest, "tuned")
+    if _untouched(manifest):
+        return f"{_name(manifest, 'target')} as it is"
     if _method(manifest) in TUNED_ONLY:
         return f"{_name(manifest, 'target')} fine-tuned on a few examples"
     return (
@@ -97,7 +99,12 @@ def _title(manifest: Mapping[str, Any]) -> str:
 
 
 def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
-    if _method(manifest) in TUNED_ONLY:
+    if _untouched(manifest):
+        what = (
+            f"{_name(manifest, 'target')} was kept as it is: alpha is 0, so nothing was added to it and nothing "
+            "trained into it."
+        )
+    elif _method(manifest) in TUNED_ONLY:
         what = (
             f"{_name(manifest, 'target')} was fine-tuned on a few labelled examples; nothing of "
             f"{_name(manifest, 'tuned')} is in it."
@@ -120,7 +127,7 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
 
 def _way(manifest: Mapping[str, Any]) -> str:
     """How it was carried over, as a half-sentence after the target's name."""
-    mask = _section(manifest, "config").get("mask")
+    mask = _mask(manifest)
     if _method(manifest) == "best":
         return (
             " by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
@@ -137,6 +144,11 @@ def _way(manifest: Mapping[str, Any]) -> str:
         return ", without training: the difference of the first two was scaled and added to the third."
     if str(mask).startswith("random"):
         return ", without training: a random part of the difference of the first two was added to the third."
+    if mask == "magnitude":
+        return (
+            ", without training: the difference of the first two was weighed by its agreement with the gradient of a "
+            "few labelled examples and added to the third."
+        )
     return (
         ", without training: the difference of the first two was masked by the signs of gradients of a few "
         "labelled examples and added to the third."
@@ -145,6 +157,23 @@ def _way(manifest: Mapping[str, Any]) -> str:
 
 def _method(manifest: Mapping[str, Any]) -> object:
     return _section(_section(manifest, "details"), "command").get("method")
+
+
+def _untouched(manifest: Mapping[str, Any]) -> bool:
+    return _section(manifest, "config").get("alpha") == 0
+
+
+def _mask(manifest: Mapping[str, Any]) -> object:
+    """The mask the user asked for: an update masked beforehand is written with none."""
+    written, command = (
+        _section(manifest, "config").get("mask"),
+        _section(_section(manifest, "details"), "command"),
+    )
+    if written != "none" or not command or _method(manifest) is not None:
+        return written
+    from gradfix.workflows.configs import TransportConfig
+
+    return command.get("mask", TransportConfig.mask)
 
 
 def _inputs(manifest: Mapping[str, Any]) -> str:
@@ -161,16 +190,18 @@ def _inputs(manifest: Mapping[str, Any]) -> str:
 
 def _settings(manifest: Mapping[str, Any]) -> str:
     config, measured = _section(manifest, "config"), _section(_section(manifest, "details"), "measured")
-    counts, votes = _section(manifest, "counts"), _section(manifest, "votes")
+    counts, voted = _section(manifest, "counts"), _section(manifest, "votes").get("count")
+    drawn = measured.get("labelled_examples")
+    per_class = measured.get("labels_per_class") if not voted or voted == drawn else None  # votes from a file
     rows: list[tuple[str, object]] = [
         ("method", _method(manifest)),
-        ("mask", config.get("mask") if _method(manifest) is None else None),
+        ("mask", _mask(manifest) if _method(manifest) is None else None),
         ("margin", config.get("margin")),
         ("alpha", config.get("alpha")),
         ("alpha chosen by", measured.get("chosen_by")),
         ("seed", config.get("seed")),
-        ("labelled examples", measured.get("labelled_examples") or votes.get("count") or None),
-        ("labelled examples per class", measured.get("labels_per_class")),
+        ("labelled examples", voted or drawn or None),
+        ("labelled examples per class", per_class),
         ("tensors moved / copied / skipped", _counts(counts)),
         ("share of the task vector kept", _percent(manifest.get("kept"))),
         ("share that survives rounding", _percent(manifest.get("survived_rounding"))),
@@ -232,13 +263,24 @@ def _shell(command: Mapping[str, Any]) -> str:
     words = ["gradfix transport"]
     for key, value in command.items():
         flag = "--" + re.sub(r"[^a-z0-9]+", "-", str(key).lower()).strip("-")
-        if value is True:
-            words.append(flag)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
         elif isinstance(value, list | tuple):
-            words += [f"{flag} {shlex.quote(_plain(item))}" for item in value]
-        elif value is not None and value is not False:
-            words.append(f"{flag} {shlex.quote(_plain(value))}")
+            words += [f"{flag} {_quoted(item)}" for item in value]
+        elif value is not None:
+            words.append(f"{flag} {_quoted(value)}")
     return " \\\n  ".join(words)
+
+
+def _quoted(value: object) -> str:
+    """One word for the shell, every space kept; control characters are spelled out, so none reaches a terminal."""
+    text = str(value)
+    parts, end = [], 0
+    for found in _CONTROL.finditer(text):
+        spelled = "".join(f"\\x{byte:02x}" for byte in found.group().encode())
+        parts += [shlex.quote(text[end : found.start()]), f"$'{spelled}'"]
+        end = found.end()
+    return "".join([*parts, shlex.quote(text[end:])])
 
 
 def _python(manifest: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.state import State, save_state
-from gradfix.data.rows import Row, content_hash
+from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry
 from gradfix.tasks.base import Bound, Example
 from gradfix.taskvector import TaskVector
+from gradfix.votes.resume import weights_key
 
 Schedule = Callable[[float], float]
 SCHEDULES: Registry[Schedule] = Registry("schedule")
@@ -232,16 +232,15 @@ class _Run:
                     parameter.copy_(self.masters[name])
 
     def _key(self) -> str:
-        """Names the run: recipe, what the labels are called and shown as, examples in order, starting weights."""
-        shown_as = [getattr(self.bound, name, None) for name in ("labels", "prompts", "texts", "max_length")]
-        digest = hashlib.sha256(repr((self.recipe, self.micro_batch, shown_as)).encode())
-        for example in self.examples:
-            shown = example.content if isinstance(example, Row) else content_hash(example)
-            digest.update(f"{shown}\t{example.get('label')}\t{example.get('completion')}\n".encode())
-        for name, parameter in self.bound.model.named_parameters():
-            digest.update(f"{name}\t{parameter.dtype}\t{name in self.parameters}\n".encode())
-            digest.update(raw_bytes(parameter))
-        return digest.hexdigest()
+        """Names the run: recipe, what is asked of the model, examples in order, all weights and buffers.
+
+        One batch as the model is shown it stands for the tokenizer or the image transform."""
+        rows = hashlib.sha256("".join(map(exact_hash, self.examples)).encode()).hexdigest()
+        about = repr((self.recipe, self.micro_batch, self.bound.asked(), rows, list(self.parameters)))
+        shown = self.bound.collate(self.examples[: self.micro_batch])
+        model = self.bound.model
+        weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        return weights_key(weights, weights_key(shown, about))
 
     def resume(self, path: Path) -> int:
         """Load the state of an interrupted run and return the number of its steps; 0 for a fresh one."""

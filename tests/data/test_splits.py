@@ -87,3 +87,39 @@ def test_plain_dictionaries_and_images_work_too() -> None:
     images = toy_images(4)
     with pytest.raises(DataError, match=r"in a \(example 0\) and in b \(example 0\)"):
         check_disjoint({"a": images[:2], "b": [{**images[0], "label": "other"}]})
+
+
+def crossing(rows: list[dict[str, str]], parts: list[tuple[list[int], list[int]]]) -> list[set[str]]:
+    """The words that stand on both sides of each fold, spacing and letter case aside."""
+    words = [" ".join(row["text"].lower().split()) for row in rows]
+    return [{words[i] for i in fit} & {words[i] for i in held} for fit, held in parts]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), min_size=2, max_size=30), st.integers(2, 5)
+)
+def test_repeats_stay_in_one_fold(drawn: list[tuple[str, int]], k: int) -> None:
+    rows = [
+        {"text": ("word  %d" if place % 2 else "Word %d") % number, "label": label}
+        for place, (label, number) in enumerate(drawn)
+    ]
+    different = len({number for _, number in drawn})
+    if len(rows) < k or different < 2:
+        with pytest.raises(DataError, match=r"cannot be cut|are the same"):
+            folds(rows, k)
+        return
+    parts = folds(rows, k)
+    assert len(parts) == min(k, different) and all(fit and held for fit, held in parts)
+    assert sorted(index for _, held in parts for index in held) == list(range(len(rows)))
+    assert not any(crossing(rows, parts))
+
+
+def test_folds_without_repeats_are_those_of_the_published_figures() -> None:
+    rows = [{"text": f"sample {index}", "label": "ab"[index % 2]} for index in range(10)]
+    assert [held for _, held in folds(rows, 3)] == [[4, 6, 7, 9], [0, 2, 3], [1, 5, 8]]
+    assert few_shot(rows, 2) == [2, 4, 5, 7]
+
+
+def test_examples_without_a_known_input_are_never_repeats() -> None:
+    parts = folds([{"numbers": index, "label": "a"} for index in range(6)], 3)
+    assert [len(held) for _, held in parts] == [2, 2, 2]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradfix.cli import run
 from gradfix.comparison.results import Results
 from gradfix.report import render_html, to_markdown, write_report
 from gradfix.report.plots import Series, curves, ticks
 from gradfix.report.sections import flops, seconds
 from report.browser import CHROMIUM, Browser
+from tests.stage import setup
 
 EVIL = "<script>alert(1)</script>"
 SNEAKY = "\"><img src=x onerror=alert(2)> 'onmouseover='alert(3) {{ 7*7 }} javascript:alert(4) [a](http://evil.test) |"
@@ -60,9 +63,9 @@ def results(
         titles={**{name: name.replace("_", " ").capitalize() for name in scores}, EVIL: EVIL},
         versions={"gradfix": "0.0", EVIL: EVIL},
         curves=[
-            {**w, "method": m, "rule": m, "points": curve, "best": 1.0}
+            {**w, "method": m, "rule": rule, "points": curve, "best": 1.0}
             for w in where
-            for m in ("gradfix", "gradfix_mean")
+            for m, rule in (("gradfix", "majority"), ("gradfix_mean", "mean"))
         ],
         agreement=[
             {**w, "method": "gradfix", "rule": "majority", "with": "the task vector", "blocks": blocks}
@@ -224,3 +227,30 @@ def test_the_browser_check_can_fail(browser, tmp_path):
     assert visit.scripts == 1
     assert any("hello" in line for line in visit.console)
     assert visit.requests == ["http://127.0.0.1:9/x.png"]
+
+
+TRANSPORT = [
+    "transport", "--base", "bert-old", "--tuned", "bert-old-reviews", "--target", "bert-new", "--data", "reviews",
+    "--task", "zero-shot", "--shots", "2", "--report", "page.html",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("typed", "says", "silent"),
+    [
+        (["--alpha", "0.5"], "Alpha 0.5 was given", "hosen on the validation split"),
+        (["--method", "few_shot"], "nothing of bert-old-reviews was moved", "moving the old fine-tune"),
+        (["--validation", "none"], "score on held-out folds", "accuracy on held-out folds"),
+        (["--vote", "mean"], "Mean vote", "Majority vote"),
+    ],
+)
+def test_the_page_of_one_transport_says_what_was_done(typed, says, silent, tmp_path, monkeypatch):
+    setup("bert-zero-shot", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run([*TRANSPORT, *typed, "--out", "moved", "--force", "-q"]) == 0
+    page = Path("page.html").read_text()
+    assert says in page
+    for untrue in (silent, "A baseline wins", "Do not transport", ">chosen<", "gradfix comparison"):
+        assert untrue not in page
+    assert re.search(r"Test accuracy on 12 examples: [\d.]+% before, [\d.]+% after", page)
+    assert "No other method was tried" in Path("page.md").read_text()

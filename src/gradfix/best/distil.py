@@ -58,11 +58,11 @@ def take(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
     picked = {name: tensor[rows.to(tensor.device)] for name, tensor in batch.items()}
     if "attention_mask" in picked:
         mask = picked["attention_mask"]
-        seen = mask.bool().any(0).nonzero()
-        width = int(seen.max()) + 1 if len(seen) else mask.shape[1]
+        seen = mask.bool().flatten(0, -2).any(0).nonzero()
+        width = int(seen.max()) + 1 if len(seen) else mask.shape[-1]
         for name, tensor in picked.items():
-            if tensor.dim() == 2 and tensor.shape == mask.shape:
-                picked[name] = tensor[:, :width]
+            if tensor.shape == mask.shape:
+                picked[name] = tensor[..., :width]
     return picked
 
 
@@ -72,7 +72,7 @@ def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
     count = len(next(iter(batch.values())))
     order = torch.arange(count)
     if "attention_mask" in batch:
-        order = batch["attention_mask"].sum(1).argsort().cpu()
+        order = batch["attention_mask"].flatten(1).sum(1).argsort().cpu()
     with left_as_it_was(bound.model):
         parts = [bound.logits(bound.model, take(batch, rows)).float() for rows in order.split(size)]
     found = torch.cat(parts)
@@ -141,9 +141,9 @@ def join(first: Batch, second: Batch) -> dict[str, Tensor]:
         if name not in second:
             continue
         parts = [first[name], second[name].to(first[name])]
-        if parts[0].dim() == 2 and "attention_mask" in first:
-            width = max(part.shape[1] for part in parts)
-            parts = [functional.pad(part, (0, width - part.shape[1])) for part in parts]
+        if parts[0].dim() in (2, 3) and "attention_mask" in first:
+            width = max(part.shape[-1] for part in parts)
+            parts = [functional.pad(part, (0, width - part.shape[-1])) for part in parts]
         joined[name] = torch.cat(parts)
     return joined
 

@@ -28,6 +28,7 @@ from gradfix.best.distil import (
     unbiased_divergence,
 )
 from gradfix.best.remix import remix, splice_words
+from gradfix.best.teacher import can_teach
 from gradfix.comparison.costs import Work
 from gradfix.errors import DataError, UsageError
 from gradfix.scale import dialled
@@ -57,6 +58,15 @@ class Best:
     parts: dict[str, Any] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     seconds: float = 0.0
+
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about how the update came about."""
+        said = []
+        if not self.alpha:
+            said.append("the task vector did not help: taught from the target's own weights")
+        if not self.parts.get("asked"):
+            said.append("the old fine-tune could not be asked: learned from the few-shot labels alone")
+        return tuple(said)
 
 
 def best(
@@ -96,7 +106,8 @@ def best(
     probed = min(recipe.probes, len(lesson)) or min(recipe.labelled, len(examples))
     tried = len(curve) * probed
     work = Work(forward=passes + asked + tried, backward=passes, steps=recipe.steps, vectors=len(curve))
-    parts = {"start_alpha": alpha, "start_curve": curve, "rate": rate, "steps": recipe.steps, "asked": asked}
+    known = [(at, value if math.isfinite(value) else None) for at, value in curve]  # JSON has no infinity
+    parts = {"start_alpha": alpha, "start_curve": known, "rate": rate, "steps": recipe.steps, "asked": asked}
     verdict = "transported" if alpha else "taught"
     return Best(TaskVector(update), verdict, alpha, parts, work, time.perf_counter() - began)
 
@@ -119,36 +130,51 @@ def _lesson(
     """Inputs and the teacher's answers; and how many samples the teacher was asked about.
 
     Each side reads the examples with its own transform, and the same draws make the same remixes of both."""
-    if teacher is None:
+    if teacher is None or not can_teach(bound):
         return Lesson({}, torch.empty(0)), 0
     order = torch.randperm(len(unlabelled), generator=torch.Generator().manual_seed(seed)).tolist()
     real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
-    parts = [[_without_labels(side.collate(real)) for side in (bound, teacher)]] if real else []
+    parts: list[list[Batch]] = [[side.collate(real) for side in (bound, teacher)]] if real else []
     if len(real) < ENOUGH:
         known = [*examples, *real]
         parts.append(_made_up(bound, teacher, known, recipe.pool - len(real), vocabulary, seed))
-    ours, theirs = (sides[0] if len(sides) == 1 else join(*sides) for sides in zip(*parts, strict=True))
+    ours, theirs = (
+        _unanswered(sides[0] if len(sides) == 1 else join(*sides)) for sides in zip(*parts, strict=True)
+    )
     return Lesson(ours, answers(teacher, theirs)), len(next(iter(theirs.values())))
 
 
 def _made_up(
     bound: Bound, teacher: Bound, known: Sequence[Example], count: int, vocabulary: Tensor | None, seed: int
 ) -> list[Batch]:
-    """The same made-up inputs as each side reads them: by tokens, or by words where the tokenizers differ."""
-    ours, theirs = (side.collate(known) for side in (bound, teacher))
+    """The same made-up inputs as each side reads them: by tokens, or by words where the tokens cannot be cut.
+
+    They cannot where the tokenizers differ, and where a sample holds one sequence per label (causal tasks).
+    Without a plain text to cut (chats) the known inputs themselves are the lesson."""
+    ours, theirs = (_unanswered(side.collate(known)) for side in (bound, teacher))
     tokens = [batch.get("input_ids") for batch in (ours, theirs)]
-    if tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu()):
-        return [remix(batch, count, seed, vocabulary) for batch in (ours, theirs)]
-    column = "text" if "text" in known[0] else "prompt"
+    per_label = tokens[0] is not None and tokens[0].dim() > 2
+    same = tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu())
+    if same and not per_label:
+        return [_unanswered(remix(batch, count, seed, vocabulary)) for batch in (ours, theirs)]
+    column = _text_column(known[0], per_label)
     if not all(isinstance(example.get(column), str) for example in known):
-        return [_without_labels(batch) for batch in (ours, theirs)]
+        return [ours, theirs]
     texts = splice_words([example[column] for example in known], count, seed)
     made = [{**known[0], column: text} for text in texts]
-    return [_without_labels(side.collate(made)) for side in (bound, teacher)]
+    return [side.collate(made) for side in (bound, teacher)]
 
 
-def _without_labels(batch: Batch) -> Batch:
-    return {name: tensor for name, tensor in batch.items() if name != "labels"}
+def _text_column(example: Example, per_label: bool) -> str:
+    """The column a task reads its text from; causal ones look at messages first, then at the prompt."""
+    order = ("messages", "prompt", "text") if per_label else ("text", "prompt")
+    return next((name for name in order if name in example), "prompt")
+
+
+def _unanswered(batch: Batch) -> Batch:
+    """The batch with a placeholder for every label: tasks may count on the entry, nobody reads its values."""
+    first = next(iter(batch.values()))
+    return {**batch, "labels": torch.zeros(len(first), dtype=torch.long, device=first.device)}
 
 
 def remembered(bound: Bound, tau: TaskVector) -> Tensor | None:
@@ -156,7 +182,10 @@ def remembered(bound: Bound, tau: TaskVector) -> Tensor | None:
 
     A row moves only when its token is in a training text, so the vector knows the task's vocabulary. All zeros where
     the embedding was not trained; None for models that do not read tokens."""
-    table = getattr(bound.model, "get_input_embeddings", lambda: None)()
+    try:
+        table = getattr(bound.model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:  # models of two towers (CLIP) have no one table
+        return None
     if not isinstance(table, nn.Embedding):
         return None
     name = next((name for name, p in bound.model.named_parameters() if p is table.weight), None)
@@ -195,14 +224,18 @@ def best_outcome(arena: Arena, support: Support) -> Outcome:
 
     In the few-shot regime its score for the verdict comes from folds; they choose nothing, so their passes
     are not on the method's bill."""
-    from gradfix.comparison.methods import Outcome
+    from gradfix.comparison.methods import NotHere, Outcome
 
     extra = arena.unlabelled or (arena.validation if arena.regime == "validation" else None)
 
     def run(examples: Sequence[Example]) -> Best:
-        return best(
-            arena.bound, arena.tau, examples, teacher=arena.teacher(), unlabelled=extra, seed=support.seed
-        )
+        teacher = arena.teacher()
+        try:
+            return best(
+                arena.bound, arena.tau, examples, teacher=teacher, unlabelled=extra, seed=support.seed
+            )
+        except (DataError, UsageError) as error:
+            raise NotHere(str(error)) from error
 
     found = run(support.examples)
     arena.bill.own += found.work
@@ -216,8 +249,7 @@ def best_outcome(arena: Arena, support: Support) -> Outcome:
         score = sum(parts[1:], parts[0])
         arena.bill.own = bill
         arena.bill.away += time.perf_counter() - began
-    notes = () if found.alpha else ("the task vector did not help: taught from the target's own weights",)
-    return Outcome(found.update, 1.0, score=score, notes=notes, parts=found.parts)
+    return Outcome(found.update, 1.0, score=score, notes=found.notes(), parts=found.parts)
 
 
 def _scored(arena: Arena, update: TaskVector, name: str) -> Score:

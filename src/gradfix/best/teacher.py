@@ -19,12 +19,17 @@ from gradfix.taskvector import TaskVector
 from gradfix.transported import apply
 
 
+def can_teach(bound: Bound) -> bool:
+    """Whether a model of this task has answers to hand on: scores over a closed label set."""
+    return type(bound).logits is not Bound.logits and bool(bound.labels)
+
+
 def teacher_of(bound: Bound, base: Source, tau: TaskVector, task: Task | None = None) -> Bound | None:
     """The tuned old model as a bound one: base A with its own head and transform, plus the task vector.
 
     From an open checkpoint alone, without a task to open it, only models that carry their head can be built;
     None where nobody can, or where the task has no closed label set to teach."""
-    if type(bound).logits is Bound.logits:
+    if not can_teach(bound):
         return None
     weight = next(bound.model.parameters())
     if task is not None and isinstance(base, (str, os.PathLike)):

@@ -20,6 +20,7 @@ from gradfix.preflight import Plan
 
 BY_FILES, BY_SHA256 = "blake3:", "files:"  # how a fingerprint of files begins, now and in older votes
 SHARD_BYTES = 5 * 2**30
+MODULE_BYTES = 2**28  # a dense layer behind an encoder is far smaller, another model far larger
 NOT_COPIED = (
     ".index.json",
     ".safetensors",
@@ -131,11 +132,39 @@ def _weight_name(path: Path, shards: int) -> str:
 
 
 def copy_side_files(target: Checkpoint, staging: Path) -> None:
-    """Config, tokenizer and processor files of the target; never its weights, code or hidden files."""
+    """Config, tokenizer and processor files of the target; never its weights, code or hidden files.
+
+    The modules that sentence-transformers puts behind an encoder go along too, with their small weights."""
     if target.path is None or not target.path.is_dir():
         return
     weights = {path.name for path in target.files}
     for path in sorted(target.path.iterdir()):
-        skip = path.name in weights or path.name.endswith(NOT_COPIED) or path.name.startswith(".")
-        if path.is_file() and not skip and path.name not in ("gradfix.json", "README.md"):
+        if path.name not in weights and is_side_file(path):
             shutil.copyfile(path, staging / path.name)
+    for module in _modules_behind(target.path):
+        for path in sorted(module.rglob("*")):
+            if is_side_file(path) or _is_small_weight(path):
+                copy = staging / path.relative_to(target.path)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def is_side_file(path: Path) -> bool:
+    skip = path.name.endswith(NOT_COPIED) or path.name.startswith(".")
+    return path.is_file() and not skip and path.name not in ("gradfix.json", "README.md")
+
+
+def _is_small_weight(path: Path) -> bool:
+    return path.is_file() and path.suffix in (".safetensors", ".bin") and path.stat().st_size <= MODULE_BYTES
+
+
+def _modules_behind(folder: Path) -> list[Path]:
+    """The subfolders that modules.json names, such as 1_Pooling; a path that leads elsewhere is none."""
+    try:
+        listed = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        names = sorted({str(module["path"]) for module in listed})
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+    plain = [name for name in names if name and name == Path(name).name and not name.startswith(".")]
+    modules = [folder / name for name in plain]
+    return [module for module in modules if module.is_dir() and not module.is_symlink()]

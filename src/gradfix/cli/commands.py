@@ -110,7 +110,7 @@ def _evaluate(config: configs.EvaluateConfig, *, json_out: str | None, quiet: bo
         result = run_evaluate(config, stage)
     write_json(result, json_out)
     say(f"{config.model}: accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
-        f"{result['samples']} examples of {config.split}", quiet or json_out == "-")  # fmt: skip
+        f"{result['samples']} examples of {result['split']}", quiet or json_out == "-")  # fmt: skip
 
 
 def _finetune(config: configs.FinetuneConfig, *, json_out: str | None, quiet: bool) -> None:
@@ -119,6 +119,7 @@ def _finetune(config: configs.FinetuneConfig, *, json_out: str | None, quiet: bo
     with bar("fine-tuning", config.steps, quiet) as step:
         result = run_finetune(config, step)
     write_json(result, json_out)
+    say_notes(result["notes"], quiet)
     say(result["summary"], quiet or json_out == "-")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from gradfix.errors import UsageError
 from gradfix.registry import unknown
 
 Config = Any
+SHORT_FLAG = re.compile(r"-[A-Za-z]+")  # not -1, which may be a value
+END = "\0"  # no argument of a process can hold it
 
 
 def fields_of(kind: type[Config]) -> dict[str, dataclasses.Field[Any]]:
@@ -35,19 +38,17 @@ def expand_lists(argv: list[str], kind: type[Config] | None) -> list[str]:
     known = fields_of(kind) if kind else {}
     repeatable = {flag(name) for name, field in known.items() if "tuple" in str(field.type)}
     out: list[str] = []
-    current: str | None = None
-    taken = 0
-    for token in argv:
-        if token.startswith("--"):
-            current, taken = (token if token in repeatable else None), 0
-            if current is None:
-                out.append(token)
-            continue
-        if current is not None:
-            out += [current, token]
-            taken += 1
+    current, empty = "", False  # the list that values go to now, and whether it has none yet
+    for token in [*argv, END]:
+        if token == END or token.startswith("--") or SHORT_FLAG.fullmatch(token):
+            if empty:
+                raise UsageError(f"{current} needs at least one value; give one, or leave the option out.")
+            current = token if token in repeatable else ""
+            empty = bool(current)
+            out += [] if current or token == END else [token]
         else:
-            out.append(token)
+            out += [current, token] if current else [token]
+            empty = False
     return out
 
 

@@ -90,7 +90,12 @@ class Arena:
         odd = [name for name in mapped if name not in names and bool(mapped[name].any())]
         if odd:
             self.notes.append(f"{len(odd)} tensors of the vector are not in the target, first {odd[0]!r}.")
-        return TaskVector({name: mapped[name].to(names[name].device) for name in names if name in mapped})
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        own: dict[str, Tensor] = {}
+        for name, parameter in names.items():
+            if name in mapped:  # a tied weight goes by several names, and moves once
+                own.setdefault(first[id(parameter)], mapped[name].to(parameter.device))
+        return TaskVector(own)
 
     # -- shared products -------------------------------------------------------------------------------
 

@@ -18,20 +18,41 @@ def changed_examples(
     examples: Sequence[Example], labels: Sequence[str], before: Sequence[int], after: Sequence[int]
 ) -> dict[str, Any]:
     """Up to twelve changed answers, the repaired and the broken ones in proportion, and how many there are."""
+    # Open answers have no labels: there an answer is right or it is not.
     groups: dict[str, list[dict[str, Any]]] = {"repaired": [], "broken": [], "moved": []}
     counts = dict.fromkeys(groups, 0)
     for example, old, new in zip(examples, before, after):
         if old == new:
             continue
         label = str(example.get("label"))
-        was, now = labels[old] == label, labels[new] == label
+        was, now = (_named(labels, answer) == label if labels else answer >= 0 for answer in (old, new))
         kind = "repaired" if now else "broken" if was else "moved"
         counts[kind] += 1
         if len(groups[kind]) < LIMIT:
             groups[kind].append(
-                {**_shown(example), "label": label, "before": labels[old], "after": labels[new], "kind": kind}
+                {
+                    **_shown(example),
+                    "label": label if labels else _meant(example),
+                    "before": _named(labels, old),
+                    "after": _named(labels, new),
+                    "kind": kind,
+                }
             )
     return {"counts": counts, "examples": _mixed(groups, counts)}
+
+
+def _named(labels: Sequence[str], answer: int) -> str:
+    """The label of an answer; without a label set 0 stands for the right answer and -1 for any other."""
+    if not labels and answer >= 0:
+        return "(right)"
+    return labels[answer] if 0 <= answer < len(labels) else "(other)"
+
+
+def _meant(example: Example) -> str:
+    """The answer an open question wants: the completion, or the last turn of a chat."""
+    turns = example.get("messages")
+    text = str(turns[-1]["content"] if turns else example.get("completion") or "")
+    return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 3] + "..."
 
 
 def _mixed(groups: dict[str, list[dict[str, Any]]], counts: dict[str, int]) -> list[dict[str, Any]]:

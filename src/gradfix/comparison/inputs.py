@@ -4,9 +4,11 @@ Cached work is filed under that identity, so nothing made from other inputs or s
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 
 from gradfix._version import __version__
 from gradfix.best.teacher import teacher_of
-from gradfix.checkpoints.open import Source, file_hashes, open_checkpoint
+from gradfix.checkpoints.folder import is_side_file
+from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
 from gradfix.comparison.arena import Arena
 from gradfix.comparison.searching import Search
 from gradfix.comparison.workfolder import Folder, digest
@@ -66,14 +69,16 @@ class Inputs:
         self.sources["target"] = self.target
         self.finetune = finetune
         tau = TaskVector.between(base, tuned)
-        self.fingerprints = {
-            role: open_checkpoint(source, base=base if role == "tuned" else None).fingerprint()
+        opened = {
+            role: open_checkpoint(source, base=base if role == "tuned" else None)
             for role, source in self.sources.items()
             if source is not None
         }
+        self.fingerprints = {role: checkpoint.fingerprint() for role, checkpoint in opened.items()}
         self.identity = {
             "version": __version__,
             "inputs": self.fingerprints,
+            "side_files": {role: _side_files(checkpoint) for role, checkpoint in opened.items()},
             "data": _hashes({**parts, "unlabelled": self.unlabelled or []}),
             "labels": {str(name): str(prompt) for name, prompt in self.dataset.labels.items()},
             "task": type(self.bound).__name__,
@@ -100,6 +105,7 @@ class Inputs:
         )
         votes_identity = {name: self.identity[name] for name in voting}
         votes_identity["target"] = self.fingerprints["target"]
+        votes_identity["side_files"] = _side_files(opened["target"])
         self.folder = (
             Folder(work, digest(self.identity), digest(votes_identity)) if work is not None else None
         )
@@ -154,7 +160,9 @@ class Inputs:
                 "sha256": self.identity["data"],
                 "examples": counts,
             },
-            "config": {k: v for k, v in self.identity.items() if k not in ("inputs", "data", "version")},
+            "config": {
+                k: v for k, v in self.identity.items() if k not in ("inputs", "side_files", "data", "version")
+            },
             "parameters": self.parameters(),
             "tokens": self.tokens(),
         }
@@ -164,18 +172,32 @@ class Inputs:
         return sum(p.numel() for name, p in self.bound.model.named_parameters() if name in names)
 
     def tokens(self) -> float:
-        """Tokens a sample sends through the weights: its words, or a picture's patches."""
-        batch = next(iter(self.arena.batches("test")))
+        """Tokens a sample sends through the weights: its words, on average over the test set, or a picture's patches."""
+        batches = self.arena.batches("test")
+        batch = next(batches)
         if "attention_mask" in batch:
-            return float(batch["attention_mask"].sum(-1).double().mean())
+            masks = [part["attention_mask"] for part in chain([batch], batches)]
+            return float(torch.cat([mask.sum(-1).double().flatten() for mask in masks]).mean())
         if "input_ids" in batch:
-            return float(batch["input_ids"].shape[-1])
+            widths = [
+                (len(part["input_ids"]), part["input_ids"].shape[-1]) for part in chain([batch], batches)
+            ]
+            return sum(count * width for count, width in widths) / sum(count for count, _ in widths)
         config = getattr(self.bound.model, "config", None)
         config = getattr(config, "vision_config", config)
         size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
         if isinstance(size, int) and isinstance(patch, int):
             return float((size // patch) ** 2 + 1)
         return 1.0
+
+
+def _side_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Hashes of what a model is built and reads its inputs with: configuration, tokenizer, image transform."""
+    if checkpoint.path is None or not checkpoint.path.is_dir():
+        return {}
+    weights = {path.name for path in checkpoint.files}
+    files = [f for f in sorted(checkpoint.path.iterdir()) if f.name not in weights and is_side_file(f)]
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def _split(dataset: Dataset, name: str) -> Sequence[Example]:

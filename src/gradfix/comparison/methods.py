@@ -261,7 +261,8 @@ def _vetoed(arena: Arena, support: Support, margin: float) -> Setting:
     def make(view: View) -> TaskVector:
         return transport(arena.tau, support.votes(view), "veto", margin=margin).update
 
-    if margin == 1:  # nothing can be vetoed
+    # At margin 1 nothing can be vetoed, but a tensor without votes is dropped all the same.
+    if margin == 1 and set(arena.tau) <= set(support.votes(support.whole)):
         return Setting({"margin": margin}, lambda view: arena.tau, "tau")
     return Setting({"margin": margin}, make)
 

@@ -12,6 +12,7 @@ import torch
 from gradfix.comparison.costs import Work
 from gradfix.comparison.searching import Score, View
 from gradfix.data import folds
+from gradfix.errors import DataError
 from gradfix.taskvector import TaskVector
 from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.tally import SignVotes
@@ -29,6 +30,8 @@ class Support:
         self.examples = tuple(arena.examples[self.name])
         self.parts = [self.examples]
         if arena.regime == "few_shot":
+            if len(self.examples) < 2:
+                raise DataError("one example cannot be held out; give --shots 2 or more, or validation data.")
             cuts = folds(self.examples, min(arena.search.folds, len(self.examples)), seed)
             self.parts = [tuple(self.examples[i] for i in held) for _, held in cuts]
             for number, part in enumerate(self.parts):

@@ -139,14 +139,28 @@ def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """What to do, in one sentence; a lead within the seeds' spread is not called a win."""
     winner, following = verdict["method"], verdict["next"]
     name, other = inline(titles.get(winner, winner)), inline(titles.get(following, str(following)))
-    tied = following is not None and verdict["spread"] is not None and not verdict["exceeds_spread"]
+    tied = following is not None and _tied(verdict)
     if winner == "zero_shot" or (winner not in STAYS and not verdict["transport"]):
         return "Do not transport: keep the target as it is."
     if winner in STAYS and tied and following not in STAYS:
         return f"No need to transport: {name} on the same examples does as well as {other}."
+    if winner in STAYS and _behind(verdict):
+        return f"Do not transport: {name} on the same examples scored best where the choice is made."
     if winner in STAYS:
         return f"Do not transport: {name} on the same examples does better than moving the old fine-tune."
     return f"Ship {name}; {other} does as well." if tied else f"Ship {name}."
+
+
+def _tied(verdict: Mapping[str, Any]) -> bool:
+    """Whether the seeds' spread covers the difference to the next, whichever of the two is ahead."""
+    gap, noise = verdict["margin_over_next"], verdict["spread"]
+    return gap is not None and noise is not None and abs(gap) <= noise
+
+
+def _behind(verdict: Mapping[str, Any]) -> bool:
+    """Whether test puts the chosen method below the next by more than the seeds' spread."""
+    gap = verdict["margin_over_next"]
+    return gap is not None and verdict["spread"] is not None and gap < 0 and not _tied(verdict)
 
 
 def _gain(verdict: Mapping[str, Any]) -> str:
@@ -163,8 +177,10 @@ def _against(verdict: Mapping[str, Any], following: str) -> str:
     sense = f"On test that is {gap:+.1f} points against the next, {following}"
     if noise is None:
         return f"{sense}; one seed, so the spread is unknown: add seeds before trusting the order."
-    if not verdict["exceeds_spread"]:
+    if _tied(verdict):
         return f"{sense}, within the seeds' spread of {noise:.1f}: the two are not told apart."
+    if _behind(verdict):
+        return f"{sense}: behind it by more than the seeds' spread of {noise:.1f}."
     error = verdict["test_error"]
     if error is not None and gap < error:
         return f"{sense}, more than the seeds' spread of {noise:.1f} but less than the test set's own error of {error:.1f}."

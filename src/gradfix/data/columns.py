@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradfix.data.rows import Row
+from gradfix.data.rows import INPUTS, Row
 from gradfix.errors import DataError, UsageError
 
 UNLABELLED = -100
 KINDS = ("text", "image", "messages", "prompt")  # looked for in this order
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +43,22 @@ class Plan:
     inputs: tuple[str, ...]
     label: str | None
     template: str | None = None
+    may_pair: bool = False  # nobody named a text column: a `text_pair` beside `text` belongs to it
 
 
 def plan(columns: Sequence[str], asked: Columns, where: str, labelled: bool = True) -> Plan:
     """Decide which columns are used; every missing one is an error that lists what is there."""
     kind, inputs = _inputs(columns, asked, where)
+    pair = inputs == ("text",) and asked.text is None
     if not labelled:
-        return Plan(kind, inputs, None, asked.text_template)
+        return Plan(kind, inputs, None, asked.text_template, pair)
     label = asked.label or "label"
     if label not in columns:
         # Instruction data carries its answer in the conversation; only an asked-for label is missed.
         if asked.label is None and kind in ("messages", "prompt"):
             return Plan(kind, inputs, None)
         raise DataError(_missing(label, columns, where, "label"))
-    return Plan(kind, inputs, label, asked.text_template)
+    return Plan(kind, inputs, label, asked.text_template, pair)
 
 
 def _inputs(columns: Sequence[str], asked: Columns, where: str) -> tuple[str, tuple[str, ...]]:
@@ -92,14 +93,14 @@ def _missing(name: str, columns: Sequence[str], where: str, role: str) -> str:
 def make_row(
     raw: Mapping[str, Any], where: str, plan: Plan, names: Sequence[str] | None, home: Path | None
 ) -> Row:
-    """Check one row and give its columns the names the tasks use."""
-    row = {key: value for key, value in raw.items() if key != plan.label}
+    """Check one row and give its columns the names the tasks use.
+
+    A column that only happens to be called like an input is left out: no task and no content hash sees it."""
+    row = {key: value for key, value in raw.items() if key != plan.label and key not in INPUTS}
     if plan.template is not None:
         row["text"] = _filled(plan.template, raw, where)
     elif plan.kind == "text":
-        row |= {
-            key: _text(raw.get(name), name, where) for key, name in zip(("text", "text_pair"), plan.inputs)
-        }
+        row |= _texts(raw, plan, where)
     elif plan.kind == "image":
         row["image"] = _image(raw.get(plan.inputs[0]), where, home)
     elif plan.kind == "messages":
@@ -113,9 +114,23 @@ def make_row(
     return Row(row, where)
 
 
+def _texts(raw: Mapping[str, Any], plan: Plan, where: str) -> dict[str, str]:
+    """The text and, of two columns, its pair; a pair that nobody named may be missing."""
+    found = {key: _text(raw.get(name), name, where) for key, name in zip(("text", "text_pair"), plan.inputs)}
+    pair = raw.get("text_pair")
+    if plan.may_pair and not _is_blank(pair):
+        if not isinstance(pair, str):
+            raise DataError(
+                f"{where}: column 'text_pair' holds {type(pair).__name__}, not text. "
+                "Name the text column (--text-column text) to leave it out."
+            )
+        found["text_pair"] = _unicode(pair, "text_pair", where)
+    return found
+
+
 def label_text(value: Any, names: Sequence[str] | None, where: str) -> str | None:
     """The label as a string; None where there is none: empty, null, -100, or -1 among named classes."""
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+    if _is_missing(value) or value == "":
         return None
     if isinstance(value, bool):
         return str(value).lower()
@@ -132,6 +147,14 @@ def label_text(value: Any, names: Sequence[str] | None, where: str) -> str | Non
     if not isinstance(value, (str, int, float)):
         raise DataError(f"{where}: the label is {type(value).__name__}; a label is a string or a number.")
     return _unicode(str(value), "label", where)
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _is_blank(value: Any) -> bool:
+    return _is_missing(value) or (isinstance(value, str) and not value.strip())
 
 
 def _text(value: Any, column: str, where: str) -> str:
@@ -157,9 +180,13 @@ def _filled(template: str, raw: Mapping[str, Any], where: str) -> str:
         for _, name, form, conversion in string.Formatter().parse(template):
             if form or conversion or any(sign in (name or "") for sign in ".["):
                 raise ValueError(f"use plain column names, not {name!r} with a format")
+            if name and _is_missing(raw[name]):
+                raise DataError(f"{where}: column {name!r} is empty (null). Fill it in or remove the row.")
         return _text(template.format_map(raw), "text", where)
     except KeyError as error:
         raise DataError(_missing(str(error.args[0]), list(raw), where, "text")) from None
+    except DataError:  # a ValueError, too, but of the row, not of the template
+        raise
     except (ValueError, IndexError, AttributeError) as error:
         raise UsageError(f"the text template {template!r} cannot be filled ({error}).") from None
 

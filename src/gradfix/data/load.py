@@ -16,16 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradfix.data.columns import IMAGE_SUFFIXES, Columns, make_row, plan
+from gradfix.data.columns import Columns, make_row, plan
 from gradfix.data.files import READERS, Table, is_table, read_table
-from gradfix.data.rows import Row
+from gradfix.data.pictures import ALIASES, SPLITS, image_tables, split_called
+from gradfix.data.rows import Row, exact_hash
 from gradfix.errors import DataError, GradfixError
 from gradfix.registry import unknown
 
 Prompts = str | Sequence[str]
 
-ALIASES = {"val": "validation", "valid": "validation", "dev": "validation", "training": "train"}
-SPLITS = ("train", "validation", "test")
 TASK_FILE = "task.json"
 TASK_KEYS = ("labels", "templates", "label_column", "text_column", "image_column", "text_template")
 
@@ -55,12 +54,12 @@ class Dataset:
         raise DataError(f"{self.source} has no split {names[0]!r}; there are: {', '.join(self.splits)}.")
 
     def hashes(self) -> dict[str, str]:
-        """sha256 per split over contents and labels, in order: equal hashes mean equal examples."""
+        """sha256 per split over inputs, answers and labels, in order: equal hashes mean equal examples."""
         out = {}
         for name, rows in self.splits.items():
             digest = hashlib.sha256()
             for row in rows:
-                digest.update(f"{row.content}\t{row.get('label')}\n".encode())
+                digest.update(f"{exact_hash(row)}\n".encode())
             out[name] = digest.hexdigest()
         return out
 
@@ -164,9 +163,7 @@ def _read_file(path: Path) -> _Raw:
 
 def split_name(file: str) -> str | None:
     """ "train" for train.csv, val.jsonl's "validation", and the hub's train-00000-of-00002.parquet."""
-    stem = re.sub(r"(-\d+-of-\d+)?\.[^.]+$", "", file).lower()
-    stem = ALIASES.get(stem, stem)
-    return stem if stem in SPLITS else None
+    return split_called(re.sub(r"(-\d+-of-\d+)?\.[^.]+$", "", file))
 
 
 def _read_folder(folder: Path) -> _Raw:
@@ -187,7 +184,7 @@ def _read_folder(folder: Path) -> _Raw:
     if files:
         tables = {name: _joined(files[name]) for name in SPLITS if name in files}
         return _Raw(tables, home, _read_task(folder))
-    tables = _image_tables(folder)
+    tables = image_tables(folder)
     if not tables:
         raise DataError(
             f"{folder} holds no data: expected train, validation or test with one of {', '.join(READERS)}, "
@@ -202,28 +199,6 @@ def _joined(paths: Sequence[Path]) -> Table:
         raise DataError(f"{paths[0]} and {paths[1].name} both claim to be one split; keep one of them.")
     tables = [read_table(path) for path in paths]
     return Table([row for table in tables for row in table.rows], tables[0].class_names)
-
-
-def _image_tables(folder: Path) -> dict[str, Table]:
-    """class/picture.png, or split/class/picture.png."""
-    names = {path: ALIASES.get(path.name.lower(), path.name.lower()) for path in _folders(folder)}
-    if names and all(name in SPLITS for name in names.values()):
-        found = {name: _image_table(path) for path, name in names.items()}
-        return {name: found[name] for name in SPLITS if name in found}
-    table = _image_table(folder)
-    return {"train": table} if table.rows else {}
-
-
-def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _image_table(folder: Path) -> Table:
-    rows: list[tuple[dict[str, Any], str]] = []
-    for home in _folders(folder):
-        pictures = [p for p in sorted(home.rglob("*")) if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
-        rows += [({"image": path, "label": home.name}, str(path)) for path in pictures]
-    return Table(rows)
 
 
 def _read_task(folder: Path) -> Mapping[str, Any] | None:

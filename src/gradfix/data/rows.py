@@ -23,6 +23,7 @@ MAX_PIXELS = 8192 * 8192
 # Only these are decoded, whatever the file's name says: PostScript, for one, would start a program of its own.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 INPUTS = ("text", "text_pair", "image", "messages", "prompt")
+ANSWERS = ("completion", "label")
 
 
 class Row(Mapping[str, Any]):
@@ -111,6 +112,15 @@ def content_hash(example: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def exact_hash(example: Mapping[str, Any]) -> str:
+    """sha256 over all of an example that a task may use, letter for letter and with its answer.
+
+    Equal hashes mean equal examples; `content_hash` is the one that sees through disguises."""
+    content = example.content if isinstance(example, Row) else content_hash(example)
+    words = {name: example.get(name) for name in (*INPUTS, *ANSWERS) if name != "image"}
+    return hashlib.sha256(f"{content}\n{json.dumps(words, default=repr)}".encode()).hexdigest()
+
+
 def question(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The conversation without its last answer."""
     rest = list(messages)
@@ -130,5 +140,12 @@ def _text_bytes(value: Any) -> bytes:
 
 
 def _image_bytes(value: Any) -> bytes:
+    if hasattr(value, "__array__"):  # pixels that are numbers already
+        import torch
+
+        from gradfix.checkpoints.open import raw_bytes
+
+        pixels = torch.as_tensor(value)
+        return f"{tuple(pixels.shape)}{pixels.dtype}".encode() + raw_bytes(pixels)
     picture = decode_image(value, "image")
     return f"{picture.size}".encode() + picture.tobytes()

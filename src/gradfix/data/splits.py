@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradfix.data.rows import Row, content_hash, where
+from gradfix.data.rows import INPUTS, Row, content_hash, where
 from gradfix.errors import DataError, UsageError
 
 Examples = Sequence[Mapping[str, Any]]
@@ -46,17 +46,25 @@ def few_shot(
 
 
 def folds(examples: Examples, k: int, seed: int = 0) -> list[tuple[list[int], list[int]]]:
-    """k stratified pairs (fit, held out); every example is held out exactly once."""
+    """k stratified pairs (fit, held out); every example is held out exactly once.
+
+    Repeats of one content share a fold, so that no example judges its own vote; where fewer than k contents
+    differ, there are as many folds as contents."""
     if k < 2:
         raise UsageError(f"{k} folds cannot hold anything out; give 2 or more.")
     if len(examples) < k:
         raise DataError(f"{len(examples)} examples cannot be cut into {k} folds.")
+    contents = [_hash(example) if _shows(example) else str(index) for index, example in enumerate(examples)]
+    k = min(k, len(set(contents)))
+    if k < 2:
+        raise DataError(
+            f"all {len(examples)} examples are the same; none can be held out. Add different ones."
+        )
     held: list[list[int]] = [[] for _ in range(k)]
-    dealt = 0
+    homes: dict[str, int] = {}
     for label, members in _by_label(examples).items():
         for index in _shuffled(members, seed, label):
-            held[dealt % k].append(index)
-            dealt += 1
+            held[homes.setdefault(contents[index], len(homes) % k)].append(index)
     return [(sorted(set(range(len(examples))) - set(part)), sorted(part)) for part in held]
 
 
@@ -91,6 +99,11 @@ def without_overlap(examples: Examples, *others: Examples) -> list[int]:
 
 def _hash(example: Mapping[str, Any]) -> str:
     return example.content if isinstance(example, Row) else content_hash(example)
+
+
+def _shows(example: Mapping[str, Any]) -> bool:
+    """Whether there is a known input to tell repeats by; a task of one's own may read other columns."""
+    return any(example.get(name) is not None for name in INPUTS)
 
 
 def _by_label(examples: Examples) -> dict[str, list[int]]:

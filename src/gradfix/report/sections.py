@@ -15,7 +15,11 @@ from gradfix.report.plots import Series, curves
 
 Entry = Mapping[str, Any]
 BASELINES = (*STAYS, "naive")
-CHOSEN = {"validation": "chosen on a validation split", "few_shot": "chosen on folds of the few-shot set"}
+CHOSEN = {
+    "validation": "chosen on a validation split",
+    "few_shot": "chosen on folds of the few-shot set",
+    "given": "alpha given",
+}
 
 
 def sections(results: Results) -> list[dict[str, Any]]:
@@ -32,6 +36,7 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "headline": headline(main),
         "reasons": reasons(main),
         "verdict": main,
+        "compared": compared(main),
         "figures": figures(main),
         "others": [verdict for verdict in verdicts if verdict is not main],
         "caution": baseline_wins(main, results.title),
@@ -46,6 +51,11 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "chosen": CHOSEN.get(main["regime"], "nothing held out"),
         "seeds": main["seeds"],
     }
+
+
+def compared(verdict: Entry) -> bool:
+    """Whether methods stood side by side; the page of one transport only says what was done."""
+    return bool(verdict.get("compared", True))
 
 
 def headline(verdict: Entry) -> str:
@@ -71,7 +81,7 @@ def figures(verdict: Entry) -> list[tuple[str, str]]:
 def baseline_wins(verdict: Entry, title: Any) -> str | None:
     """Said plainly where something simpler than a mask is best."""
     best = verdict["best_on_test"]
-    if best not in BASELINES:
+    if not compared(verdict) or best not in BASELINES:
         return None
     if best == verdict["method"]:
         return (
@@ -123,25 +133,27 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
     }
 
 
-RULES = (
-    ("gradfix", "Majority vote", "main"),
-    ("gradfix_mean", "Mean vote", "second"),
-    ("naive", "No mask", "third"),
-)
+DRAWN = (("gradfix", "main"), ("gradfix_mean", "second"), ("naive", "third"))
+RULES = {"majority": "Majority vote", "mean": "Mean vote", None: "No mask"}
 
 
 def _curves(entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
     series = []
-    for method, name, style in RULES:
+    for method, style in DRAWN:
         mine = [entry for entry in entries if entry["method"] == method and len(entry["points"]) > 1]
         if mine:
+            rule = mine[0]["rule"]
             runs = [[(float(x), float(y)) for x, y in entry["points"]] for entry in mine]
-            series.append(Series(name, style, runs, [float(entry["best"]) for entry in mine]))
+            best = [float(entry["best"]) for entry in mine]
+            series.append(Series(RULES.get(rule, str(rule)), style, runs, best))
     if not series:
         return None
-    where = "validation" if regime == "validation" else "held-out folds"
+    measure = entries[0].get("measure", "accuracy")
+    where = entries[0].get("on", "validation" if regime == "validation" else "held-out folds")
+    unit = " (%)" if measure == "accuracy" else ""
     return {
-        "svg": curves(series, "alpha", f"accuracy on {where} (%)"),
+        "svg": curves(series, "alpha", f"{measure} on {where}{unit}"),
+        "measure": measure,
         "legend": [(s.name, s.style) for s in series],
     }
 

@@ -6,6 +6,7 @@ more of a task than `loss(model, batch)` and a score."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradfix.checkpoints.open import raw_bytes
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
 
@@ -63,6 +65,13 @@ class Bound(ABC):
     def save_extras(self, folder: Path) -> None:  # noqa: B027
         """Write what belongs to this side but not to the weights (a zero-shot head, say) into `folder`."""
 
+    def asked(self) -> str:
+        """What the loss depends on besides weights and examples: labels, prompts, lengths, a frozen head.
+
+        Interrupted work is taken up only where this is the same. A bound whose options stand in an object
+        of its own names that object as well."""
+        return settings_of(self)
+
     def batches(self, examples: Sequence[Example], size: int = 16) -> Iterator[Batch]:
         for first in range(0, len(examples), size):
             yield self.collate(examples[first : first + size])
@@ -70,6 +79,26 @@ class Bound(ABC):
     def scoring_batches(self, examples: Sequence[Example], size: int = 16) -> Iterator[Batch]:
         """Batches of like lengths, for sums over samples: short texts are not padded to long ones."""
         return self.batches([examples[place] for place in by_length(examples)], size)
+
+
+def settings_of(*things: object) -> str:
+    """The plain values and the tensors among the attributes of these objects, spelled out for comparison.
+
+    Whatever else they hold (a model, a tokenizer, a path) counts by its type alone, and notes not at all."""
+    attributes = [{name: value for name, value in vars(thing).items() if name != "notes"} for thing in things]
+    return repr(_plain(attributes))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), hashlib.sha256(raw_bytes(value)).hexdigest()
+    if isinstance(value, Mapping):
+        return [(_plain(key), _plain(entry)) for key, entry in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def by_length(examples: Sequence[Example]) -> list[int]:

@@ -18,7 +18,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.tasks.answers import AnswerTask
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
 from gradfix.tasks.inputs import pad, refuse_foreign_tokens, where
-from gradfix.tasks.loading import freeze_all_but
+from gradfix.tasks.loading import first_line, freeze_all_but
 from gradfix.votes.collect import left_as_it_was
 
 WRONG = -1
@@ -37,6 +37,7 @@ class CausalBound(Bound):
         self.labels, self.texts = list(labels), list(labels.values())
         self.reduction, self.scoring = loss, scoring
         self._index = {label: index for index, label in enumerate(self.labels)}
+        self._closing = _closing_tokens(tokenizer)
         freeze_all_but(model, self.trainable())
 
     def collate(self, examples: Sequence[Example]) -> Batch:
@@ -68,7 +69,8 @@ class CausalBound(Bound):
         asked = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
         said = self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         if special:
-            said = [*said, self.tokenizer.eos_token_id]
+            asked = asked[: len(asked) - self._closing]
+            said = [*said, self._end_token(example, index)]
         if not said or len(said) >= self.max_length:
             raise DataError(
                 f"{where(example, index)}: the answer has {len(said)} tokens; it must have at least one and "
@@ -84,6 +86,14 @@ class CausalBound(Bound):
             if token is not None:
                 return int(token)
         raise DataError(f"{where(example, index)}: the prompt has no tokens.")
+
+    def _end_token(self, example: Example, index: int) -> int:
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                f"{where(example, index)}: the tokenizer of {self.tokenizer.name_or_path} has no end token to close "
+                "the answer with. Set eos_token in its tokenizer_config.json."
+            )
+        return int(self.tokenizer.eos_token_id)
 
     def _texts(self, example: Example, index: int, label_text: str | None) -> tuple[str, str, bool]:
         """Prompt, answer, and whether the tokenizer still has to add its own special tokens."""
@@ -109,8 +119,21 @@ class CausalBound(Bound):
                 f"{where(example, index)}: this model has no chat template for 'messages'. "
                 "Give prompt and completion instead."
             )
-        question = self.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
-        whole = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        if len(turns) < 2:
+            raise DataError(
+                f"{where(example, index)}: there is no question before the answer in 'messages'. "
+                "Put a user turn there."
+            )
+        try:
+            question = self.tokenizer.apply_chat_template(
+                turns[:-1], tokenize=False, add_generation_prompt=True
+            )
+            whole = self.tokenizer.apply_chat_template(turns, tokenize=False)
+        except Exception as error:  # a template is a program of the model's: it raises what it likes
+            raise DataError(
+                f"{where(example, index)}: the model's chat template refuses this conversation "
+                f"({first_line(error)}). Change its turns, or give prompt and completion instead."
+            ) from None
         if not whole.startswith(question):
             raise DataError(
                 f"{where(example, index)}: the chat template rewrites the question when the answer is there; "
@@ -243,3 +266,10 @@ class Causal(AnswerTask):
 
 def _question(turns: list[Any]) -> list[Any]:
     return turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
+
+
+def _closing_tokens(tokenizer: Any) -> int:
+    """How many tokens the tokenizer puts behind a text of its own accord; they would part prompt and answer."""
+    whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    starts = range(len(whole) - len(bare) + 1)
+    return next((len(whole) - len(bare) - k for k in starts if whole[k : k + len(bare)] == bare), 0)

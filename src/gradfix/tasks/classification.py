@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
-from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
+from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
 from gradfix.tasks.inputs import column, longest, tokenise
 from gradfix.tasks.loading import (
     Home,
@@ -207,6 +207,9 @@ class ClassificationBound(ClosedSet):
 
     def trainable(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters() if name not in self._frozen]
+
+    def asked(self) -> str:
+        return settings_of(self, self.classifier)
 
     def save_extras(self, folder: Path) -> None:
         self.classifier.save_config(folder)

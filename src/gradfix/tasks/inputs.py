@@ -21,7 +21,10 @@ def column(examples: Sequence[Example], name: str) -> list[Any]:
     """One column of all examples; a missing value is an error."""
     for index, example in enumerate(examples):
         if example.get(name) is None:
-            raise DataError(f"{where(example, index)}: this task needs the column {name!r}.")
+            raise DataError(
+                f"{where(example, index)}: this task needs the column {name!r}. If the data has one, name it "
+                "(--text-column, --image-column)."
+            )
     return [example[name] for example in examples]
 
 

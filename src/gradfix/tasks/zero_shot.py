@@ -18,7 +18,7 @@ from torch.nn import functional
 from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
-from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices
+from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
 from gradfix.tasks.encoders import Encoder, TextEncoder, TwoTowers
 from gradfix.tasks.loading import freeze_all_but, locate, read_json
 from gradfix.tasks.open_clip_models import OpenClip, is_open_clip, open_clip_source
@@ -52,6 +52,9 @@ class ZeroShotBound(ClosedSet):
 
     def trainable(self) -> list[str]:
         return self.encoder.trainable()
+
+    def asked(self) -> str:
+        return settings_of(self, self.encoder)
 
     def save_extras(self, folder: Path) -> None:
         metadata = {

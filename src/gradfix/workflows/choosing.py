@@ -1,31 +1,32 @@
-"""How far to go: alpha (and the veto's margin), chosen on validation data or by folds of the few-shot set."""
+"""How far to go: alpha (and the veto's margin), chosen on validation data or by folds of the few-shot set.
+
+The chooser is the one of `compare`, so that what is shipped is what was compared."""
 
 from __future__ import annotations
 
-import functools
-import operator
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gradfix.data import Row, folds
-from gradfix.diagnostics import mean_loss
+from gradfix.comparison import searching
+from gradfix.comparison.arena import Arena
+from gradfix.comparison.searching import Setting, View
+from gradfix.comparison.support import Support
+from gradfix.data import Row
 from gradfix.masks import MASKS
-from gradfix.scale import ScaleCurve, average_curves, search_scale
+from gradfix.scale import ScaleCurve
 from gradfix.scoring import evaluate
 from gradfix.tasks.base import Bound
 from gradfix.taskvector import TaskVector
 from gradfix.transported import transport
-from gradfix.votes.collect import collect_gradient
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.configs import TransportConfig
 from gradfix.workflows.setting import Shots
 
-FOLDS = 5
-MARGINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 LOSS_WEIGHT = 1e-3  # breaks ties between equal accuracies in favour of the lower loss
+Ballot = SignVotes | TaskVector | None
 
 
 @dataclass(frozen=True)
@@ -43,72 +44,90 @@ def ranking(metrics: dict[str, float]) -> float:
     return metrics["accuracy"] - LOSS_WEIGHT * min(metrics["loss"], 1e3)
 
 
-def total(votes: Sequence[SignVotes]) -> SignVotes:
-    return functools.reduce(operator.add, votes)
-
-
 def validation_score(bound: Bound, rows: Sequence[Row], batch_size: int) -> Callable[[nn.Module], float]:
     batches = list(bound.scoring_batches(rows, max(batch_size, 32)))
     return lambda model: ranking(evaluate(model, bound, batches))
 
 
+def arena_for(config: TransportConfig, bound: Bound, shots: Shots, tau: TaskVector) -> Arena:
+    """The ring of `compare` around this transport's few-shot set."""
+    arena = Arena(
+        bound=bound, tau=tau, train=shots.fewshot, validation=shots.validation, test=shots.test or (),
+        batch_size=config.batch_size, engine=config.engine,
+    )  # fmt: skip
+    arena.define(arena.set_name(config.shots, config.seed), shots.fewshot)
+    return arena
+
+
 class ScaleSearch:
-    """The search of one transport; `vote` takes votes on any batches of the few-shot set."""
+    """The search of one transport that masks."""
 
-    def __init__(
-        self, config: TransportConfig, bound: Bound, shots: Shots, vote: Callable[[Sequence[Any]], SignVotes]
-    ) -> None:
-        self.config, self.bound, self.shots, self.vote = config, bound, shots, vote
+    def __init__(self, config: TransportConfig, bound: Bound, shots: Shots) -> None:
+        self.config, self.bound, self.shots = config, bound, shots
 
-    def choose(self, tau: TaskVector, ballot: SignVotes | TaskVector | None) -> Choice:
-        margins = self._margins()
-        if self.config.alpha != "auto" and len(margins) == 1:
-            return Choice(float(self.config.alpha), margins[0], None, "given")
-        if self.shots.validation is not None:
-            score, regime = (
-                validation_score(self.bound, self.shots.validation, self.config.batch_size),
-                "validation",
-            )
-            search = [(m, self._search(self._update(tau, ballot, m), score)) for m in margins]
+    def choose(self, tau: TaskVector, ballot: Ballot) -> Choice:
+        """Alpha and margin; `ballot` is what the whole few-shot set shows the mask."""
+        auto = self.config.alpha == "auto"
+        given = [] if self.config.margin == "auto" else [float(self.config.margin)]
+        has_margin = MASKS[self.config.mask].sees == "votes"
+        if not auto and (given or not has_margin):
+            return Choice(float(self.config.alpha), given[0] if has_margin else None, None, "given")
+        arena = arena_for(self.config, self.bound, self.shots, tau)
+        support = arena.support(self.config.shots, self.config.seed)
+        if has_margin:
+            settings = self._with_margins(arena.tau, support, ballot, given or arena.search.margins)
         else:
-            regime = "few_shot"
-            search = self._search_by_folds(tau, margins)
-        margin, curve = max(search, key=lambda pair: pair[1].best_score)
-        return Choice(curve.best, margin, curve, regime)
+            settings = [self._setting(arena.tau, support, ballot, None)]
+        with warnings.catch_warnings():  # a few examples of a fold say nothing about the transport itself
+            warnings.filterwarnings("ignore", message=".*tensors abstained")
+            if auto:
+                found = arena.choose(support, settings)
+            else:
+                found = _best_at(arena, support, settings, float(self.config.alpha))
+        curve = _as_scale_curve(found, max(arena.search.alphas), self._notes(arena.regime))
+        return Choice(found.alpha, found.setting.knobs.get("margin"), curve, arena.regime)
 
-    def _margins(self) -> tuple[float | None, ...]:
-        if MASKS[self.config.mask].sees != "votes":
-            return (None,)
-        return MARGINS if self.config.margin == "auto" else (float(self.config.margin),)
+    def _with_margins(
+        self, tau: TaskVector, support: Support, ballot: Ballot, margins: Sequence[float]
+    ) -> list[Setting]:
+        settings: dict[int, Setting] = {}
+        for margin in margins:  # those between two vote counts give the same mask; the first stands for all
+            steps = int(margin * len(support.examples) + 1e-9)
+            settings.setdefault(steps, self._setting(tau, support, ballot, margin))
+        return list(settings.values())
 
-    def _update(
-        self, tau: TaskVector, ballot: SignVotes | TaskVector | None, margin: float | None
-    ) -> TaskVector:
-        return transport(tau, ballot, self.config.mask, margin=margin, generator=self.config.seed).update
+    def _setting(self, tau: TaskVector, support: Support, ballot: Ballot, margin: float | None) -> Setting:
+        def make(view: View) -> TaskVector:
+            seen = self._seen(support, view, ballot)
+            return transport(tau, seen, self.config.mask, margin=margin, generator=self.config.seed).update
 
-    def _search(self, update: TaskVector, score: Callable[[nn.Module], float]) -> ScaleCurve:
-        grid = None if self.config.alpha == "auto" else [float(self.config.alpha)]
-        return search_scale(self.bound.model, update, score, grid)
+        if margin == 1:  # nothing can be vetoed
+            return Setting({"margin": margin}, lambda view: tau)
+        return Setting({} if margin is None else {"margin": margin}, make)
 
-    def _search_by_folds(
-        self, tau: TaskVector, margins: Sequence[float | None]
-    ) -> list[tuple[float | None, ScaleCurve]]:
-        """Votes of the other folds, loss on the held-out one: no example judges its own vote."""
-        rows = self.shots.fewshot
-        parts = [held for _, held in folds(rows, min(FOLDS, len(rows)), self.config.seed)]
-        cut = [list(self.bound.batches([rows[i] for i in part], self.config.batch_size)) for part in parts]
-        sees = MASKS[self.config.mask].sees
-        curves: dict[float | None, list[ScaleCurve]] = {margin: [] for margin in margins}
-        by_part = [self.vote(batches) for batches in cut] if sees in ("direction", "votes") else []
-        for index, held in enumerate(cut):
-            ballot: SignVotes | TaskVector | None = None
-            if by_part:
-                ballot = total([votes for other, votes in enumerate(by_part) if other != index])
-            elif sees == "reference":
-                rest = [batch for other, part in enumerate(cut) if other != index for batch in part]
-                ballot = -collect_gradient(self.bound.model, self.bound.loss, rest)
-            for margin in margins:
-                update = self._update(tau, ballot, margin)
-                score = lambda model, held=held: -mean_loss(model, self.bound.loss, held)  # noqa: E731
-                curves[margin].append(self._search(update, score))
-        return [(margin, average_curves(some)) for margin, some in curves.items()]
+    def _seen(self, support: Support, view: View, ballot: Ballot) -> Ballot:
+        """What a view's examples show the mask: no example judges its own vote, unless the votes were given."""
+        if ballot is None or view.left_out is None or self.config.votes is not None:
+            return ballot
+        if MASKS[self.config.mask].sees == "reference":
+            return -support.gradient(view)
+        return support.votes(view, self.config.vote)
+
+    def _notes(self, regime: str) -> tuple[str, ...]:
+        if self.config.votes is None or regime == "validation":
+            return ()
+        return (
+            f"alpha was chosen on the few-shot examples with the votes of {self.config.votes}: none was held out",
+        )
+
+
+def _best_at(arena: Arena, support: Support, settings: Sequence[Setting], alpha: float) -> searching.Choice:
+    """The setting that scores best at an alpha that was given; the alpha stands whatever it scores."""
+    found = [arena.choose(support, [setting], [alpha]) for setting in settings]
+    best = max(found, key=lambda choice: choice.curve.points[alpha].value)
+    return replace(best, alpha=alpha, notes=())
+
+
+def _as_scale_curve(found: searching.Choice, edge: float, notes: tuple[str, ...]) -> ScaleCurve:
+    points = sorted((alpha, score.value) for alpha, score in found.curve.points.items())
+    return ScaleCurve(found.alpha, points, points[-1][0] > edge, (*notes, *found.notes))

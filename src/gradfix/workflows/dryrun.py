@@ -7,8 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.prefix import match_prefix
+from gradfix.data import Dataset, Row, check_disjoint
+from gradfix.errors import DataError
 from gradfix.workflows.configs import CompareConfig, ReportConfig, SelectConfig, VoteConfig
-from gradfix.workflows.setting import draw, make_task, read_data, setting
+from gradfix.workflows.setting import NO_VALIDATION, draw, make_task, read_data, read_unlabelled, setting
 
 
 def plan_vote(config: VoteConfig) -> str:
@@ -32,13 +35,14 @@ def plan_compare(config: CompareConfig) -> str:
     from gradfix.preflight import plan_transport
 
     dataset = read_data(config.data, config)
+    pool = _separate(config, dataset)
     make_task(config, dataset)
     methods = config.methods or tuple(METHODS)
     for name in methods:
         METHODS[name]
     base, target = open_checkpoint(config.base), open_checkpoint(config.target)
-    plan_transport(base, open_checkpoint(config.tuned, base=base), target, head="skip")
-    pool = dataset.pick("train")
+    tuned = open_checkpoint(config.tuned, base=base)
+    plan_transport(match_prefix(base, target), match_prefix(tuned, target), target, head="skip")
     few_shot(pool, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
     if config.track:
         from gradfix.tracking import parse
@@ -49,6 +53,26 @@ def plan_compare(config: CompareConfig) -> str:
         f"would compare {len(methods)} methods with {budgets} examples per class under "
         f"{len(config.seeds)} seeds, {config.base} to {config.target}"
     )
+
+
+def _separate(config: CompareConfig, dataset: Dataset) -> list[Row]:
+    """The train split, once the splits a comparison needs are there and share no example with test."""
+    for name in ("train", "test"):
+        if name not in dataset.splits:
+            raise DataError(
+                f"{dataset.source} has no {name} split, and compare needs one ({', '.join(dataset.splits)} found). "
+                "Give a folder with train and test files."
+            )
+    parts = dict(dataset.splits)
+    if config.validation is not None:
+        parts["validation"] = []
+    if config.validation not in (None, NO_VALIDATION):
+        other = read_data(str(config.validation), config, labels=dataset.labels)
+        parts["validation"] = other.pick("validation", "train")
+    check_disjoint({name: rows for name, rows in parts.items() if rows})
+    if config.unlabelled:
+        check_disjoint({"unlabelled": read_unlabelled(config.unlabelled, config), "test": parts["test"]})
+    return parts["train"]
 
 
 def plan_report(config: ReportConfig) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
+from gradfix.checkpoints.prefix import match_prefix
 from gradfix.errors import GradfixError, UsageError
 from gradfix.preflight import plan_transport
 from gradfix.workflows.configs import InspectConfig
@@ -54,6 +55,9 @@ def run_inspect(config: InspectConfig, stage: Callable[[str], None] = lambda _: 
     opened: dict[str, Checkpoint] = {}
     for role, source in zip(ROLES, config.checkpoints):
         opened[role] = open_checkpoint(source, base=opened.get("base"))
+    *earlier, last = opened
+    for role in earlier:  # under the target's names, as transport shows them
+        opened[role] = match_prefix(opened[role], opened[last])
     found = Inspection()
     stage("comparing names and shapes")
     found.differences = differences(opened)
@@ -141,6 +145,9 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
     except GradfixError as error:
         found.notes.append(f"cannot be combined: {error}")
     tuned = found.pairs["base - tuned"]
+    if not found.tensors:
+        found.notes.append("no tensor has the same name and shape everywhere: nothing was measured")
+        return
     if tuned["distance"] == 0:
         found.notes.append("base and tuned are equal: the task vector is zero")
     elif tuned["relative"] > 0.5:

@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gradfix.data import check_disjoint
 from gradfix.scale import search_scale
 from gradfix.tasks.base import Bound
 from gradfix.taskvector import TaskVector
-from gradfix.workflows.choosing import Choice, validation_score
+from gradfix.workflows.choosing import Choice, arena_for, validation_score
 from gradfix.workflows.configs import TransportConfig
 from gradfix.workflows.setting import Shots, read_unlabelled
 
@@ -28,16 +29,23 @@ def made(
 ) -> Made:
     """What `--method` makes of the task vector; `tau` speaks the module's names."""
     if config.method == "best":
-        return _by_recipe(config, bound, tau, shots, teacher())
+        return _by_recipe(config, bound, tau, shots, teacher)
     return _as_compared(config, bound, tau, shots)
 
 
-def _by_recipe(config: TransportConfig, bound: Bound, tau: TaskVector, shots: Shots, teacher: Bound) -> Made:
+def _by_recipe(
+    config: TransportConfig, bound: Bound, tau: TaskVector, shots: Shots, teacher: Callable[[], Bound]
+) -> Made:
     """The recipe of `gradfix.best.recipe`; a validation set lends its inputs and may veto, it tunes nothing."""
     from gradfix.best.recipe import best
+    from gradfix.best.teacher import can_teach
 
-    extra = read_unlabelled(config.unlabelled, config) if config.unlabelled else shots.validation
-    found = best(bound, tau, shots.fewshot, teacher=teacher, unlabelled=extra, seed=config.seed)
+    extra = shots.validation
+    if config.unlabelled:
+        extra = read_unlabelled(config.unlabelled, config)
+        check_disjoint({"unlabelled": extra, "test": shots.test or ()})
+    asked = teacher() if can_teach(bound) else None
+    found = best(bound, tau, shots.fewshot, teacher=asked, unlabelled=extra, seed=config.seed)
     note = f"best recipe: {found.verdict}, starting at alpha {found.alpha:g} along the task vector"
     if shots.validation is None:
         return Made(found.update, Choice(1.0, None, None, "recipe"), [note])
@@ -48,14 +56,9 @@ def _by_recipe(config: TransportConfig, bound: Bound, tau: TaskVector, shots: Sh
 
 def _as_compared(config: TransportConfig, bound: Bound, tau: TaskVector, shots: Shots) -> Made:
     """A method as `compare` runs it, on the same few-shot set."""
-    from gradfix.comparison.arena import Arena
     from gradfix.comparison.methods import METHODS
 
-    arena = Arena(
-        bound=bound, tau=tau, train=shots.fewshot, validation=shots.validation, test=shots.test or (),
-        batch_size=config.batch_size, engine=config.engine,
-    )  # fmt: skip
-    arena.define(arena.set_name(config.shots, config.seed), shots.fewshot)
+    arena = arena_for(config, bound, shots, tau)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tensors abstained")
         found = METHODS[config.method].run(arena, arena.support(config.shots, config.seed))

@@ -1,4 +1,6 @@
-"""The report of a single transport: the target before and after, in the same page as a comparison."""
+"""The report of a single transport: the target before and after, on the same kind of page as a comparison.
+
+It says what was done and measured; what other methods would have done, nobody measured."""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from gradfix.checkpoints.folder import versions
 from gradfix.comparison.results import Results
+from gradfix.comparison.verdicts import STAYS
 from gradfix.diagnostics import kept_by_block
 from gradfix.errors import DataError
+from gradfix.masks import MASKS
 from gradfix.workflows.configs import TransportConfig, command_line
 
 if TYPE_CHECKING:
-    from gradfix.workflows.transporting import TransportResult
+    from gradfix.workflows.outcome import TransportResult
 
 
 def write_page(config: TransportConfig, result: TransportResult, samples: int) -> Path:
@@ -28,7 +32,6 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
     name = config.method
     if name == "mask":
         name = {"agree": "gradfix", "none": "naive"}.get(config.mask, config.mask)
-    scores = dict(result.curve.points) if result.curve else {}
     shared: dict[str, Any] = {
         "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
         "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
@@ -36,35 +39,89 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
     }  # fmt: skip
     before = shared | {
         "method": "zero_shot", "accuracy": result.before["accuracy"], "alpha": 0.0, "seconds": 0.0,
-        "validation_score": scores.get(0.0, -float(result.loss_before or 0)), "test_loss": result.before["loss"],
-        "loss_after": result.loss_before, "notes": [],
+        "test_loss": result.before["loss"], "loss_after": result.loss_before, "notes": [],
     }  # fmt: skip
     after = shared | {
         "method": name, "accuracy": result.after["accuracy"], "alpha": result.alpha, "margin": result.margin,
         "seconds": sum(result.seconds.values()), "test_loss": result.after["loss"],
-        "validation_score": scores.get(result.alpha, -float(result.loss_after or 0)),
         "loss_after": result.loss_after, "kept": result.report.kept if result.report else None,
         "notes": list(result.notes),
     }  # fmt: skip
     where = {"pair": None, "shots": config.shots, "seed": config.seed, "method": name}
     details: dict[str, Any] = {"curves": [], "kept": []}
     if result.curve:
-        details["curves"].append(
-            {**where, "rule": config.vote, "points": result.curve.points, "best": result.alpha}
-        )
-    if result.report and result.report.tensors:
-        moved = {n: t["kept"] for n, t in result.report.tensors.items() if t["fate"] == "transported"}
+        details["curves"].append({**where, **_curve(config, result)})
+    tensors = result.report.tensors if result.report else {}
+    moved = {n: t["kept"] for n, t in tensors.items() if t["fate"] == "transported"}
+    if moved:
         details["kept"].append({**where, "blocks": kept_by_block(moved, dict.fromkeys(moved, 1))})
+    kind = "Trained" if config.method in STAYS else "Transported"
     titles = {
         "zero_shot": "Target as it is",
-        name: f"Transported ({config.mask if config.method == 'mask' else config.method})",
+        name: f"{kind} ({config.mask if config.method == 'mask' else config.method})",
     }
+    statement = _statement(config, result, after, samples)
     provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
-    return Results.build(
-        [before, after],
+    return Results(
+        rows=[before, after],
+        baselines={},
+        verdict=statement,
+        verdicts=[statement],
         titles=titles,
         versions=versions(),
         notes=list(result.notes),
         provenance=[provenance],
         **details,
     )
+
+
+def _curve(config: TransportConfig, result: TransportResult) -> dict[str, Any]:
+    """What the search saw: accuracies to which the loss adds less than half an example."""
+    assert result.curve is not None
+    voted = MASKS[config.mask].sees in ("direction", "votes")
+    return {
+        "rule": config.vote if voted else None, "points": result.curve.points, "best": result.alpha,
+        "measure": "score", "on": _place(config, result.regime),
+    }  # fmt: skip
+
+
+def _place(config: TransportConfig, regime: str) -> str:
+    """Where choices were scored; votes from a file may have seen the examples of every fold."""
+    if regime == "validation":
+        return "the validation split"
+    return "held-out folds of the few-shot set" if config.votes is None else "the few-shot set"
+
+
+def _chosen(config: TransportConfig, result: TransportResult) -> str:
+    if result.regime == "recipe":
+        return "set by the recipe"
+    if result.regime == "given" or (config.method == "mask" and config.alpha != "auto"):
+        return "given"
+    return f"chosen on {_place(config, result.regime)}"
+
+
+def _statement(
+    config: TransportConfig, result: TransportResult, after: dict[str, Any], samples: int
+) -> dict[str, Any]:
+    """In the place of a verdict: what was done and what it did on test."""
+    assert result.before is not None and result.after is not None
+    advice = _deed(config, result, samples)
+    before, now = result.before["accuracy"], result.after["accuracy"]
+    text = (
+        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
+        f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried; `gradfix compare` does that."
+    )
+    return {
+        "compared": False, "method": after["method"], "accuracy": now, "over_zero_shot": now - before,
+        "recovered": None, "cost_seconds": after["seconds"], "best_on_test": None, "regime": result.regime,
+        "shots": config.shots, "pair": None, "seeds": 1, "advice": advice, "text": text,
+    }  # fmt: skip
+
+
+def _deed(config: TransportConfig, result: TransportResult, samples: int) -> str:
+    tuned, target = Path(config.tuned).name, Path(config.target).name
+    if result.alpha == 0:
+        return f"Kept {target} as it is."
+    if config.method in STAYS:
+        return f"Fine-tuned {target} on {samples} labelled examples; nothing of {tuned} was moved."
+    return f"Moved {tuned} onto {target}."

@@ -10,24 +10,27 @@ from typing import Any
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, refuse_odd_file, write_text
-from gradfix.data import few_shot
+from gradfix.data import Dataset, Row, check_disjoint, few_shot
+from gradfix.errors import DataError
+from gradfix.registry import unknown
 from gradfix.scoring import evaluate
 from gradfix.workflows.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
 from gradfix.workflows.guard import sole_writer
 from gradfix.workflows.memory import halving_batches, in_dict
-from gradfix.workflows.setting import draw, setting
+from gradfix.workflows.setting import Setting, draw, setting
 
 
 @halving_batches(in_dict)
 def run_evaluate(config: EvaluateConfig, stage: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     start = setting(config)
-    rows = start.dataset.pick(config.split)
+    split = _split_called(config.split, start.dataset)
+    rows = start.dataset.splits[split]
     stage("loading the model")
     bound = start.open(config.model, head_from=config.head_from)
     stage(f"scoring {len(rows)} examples")
     return {
         "model": config.model,
-        "split": config.split,
+        "split": split,
         **evaluate(bound.model, bound, bound.scoring_batches(rows, config.batch_size)),
     }
 
@@ -39,13 +42,12 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     refuse_inside(out, [source.path] if source.path else [])
     refuse_occupied(out, config.overwrite)
     start = setting(config)
-    rows = start.dataset.pick("train")
-    if config.shots is not None:
-        rows = [rows[index] for index in few_shot(rows, config.shots, config.seed)]
+    rows, notes = _training_rows(start, config)
     if config.dry_run:
         start.open(config.model)
         return {
-            "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}"
+            "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}",
+            "notes": notes,
         }
     with sole_writer(config):
         bound = start.open(config.model)
@@ -60,12 +62,34 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             extras=bound.save_extras,
         )  # fmt: skip
         discard(state)
-    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}"}
+    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": notes}
     test = start.dataset.splits.get("test")
     if test:
         result["test"] = evaluate(bound.model, bound, bound.scoring_batches(test, config.batch_size))
         result["summary"] += f": test accuracy {result['test']['accuracy']:.2f} %"
     return result
+
+
+def _split_called(name: str, dataset: Dataset) -> str:
+    """The split the user named; only the default stands for whatever a file without splits holds."""
+    if name in dataset.splits:
+        return name
+    if name == EvaluateConfig.split and len(dataset.splits) == 1:
+        return next(iter(dataset.splits))
+    raise DataError(f"{dataset.source}: " + unknown("split", name, list(dataset.splits)))
+
+
+def _training_rows(start: Setting, config: FinetuneConfig) -> tuple[list[Row], list[str]]:
+    """The examples to train on, none of which the test split knows, and notes on the data."""
+    rows, test = start.dataset.pick("train"), start.dataset.splits.get("test")
+    if rows is test:
+        raise DataError(
+            f"{start.dataset.source} has only a test split; examples to train on come from train. Add a train file."
+        )
+    if config.shots is not None:
+        rows = [rows[index] for index in few_shot(rows, config.shots, config.seed)]
+    repeats = check_disjoint({"train": rows, **({"test": test} if test else {})})
+    return rows, [*start.notes, *repeats]
 
 
 @halving_batches(in_dict)
@@ -74,7 +98,7 @@ def run_select(config: SelectConfig) -> dict[str, Any]:
     refuse_odd_file(Path(config.out))
     start = setting(config)
     shots = draw(start, config, base=config.base)
-    rows = [{"id": index, "label": row["label"]} for index, row in zip(shots.indices, shots.fewshot)]
+    rows = [{"id": index, "label": row.get("label")} for index, row in zip(shots.indices, shots.fewshot)]
     path = Path(config.out)
     lines = (
         json.dumps(rows, indent=1) if path.suffix == ".json" else "\n".join(json.dumps(row) for row in rows)

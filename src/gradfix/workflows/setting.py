@@ -161,7 +161,8 @@ def _pick(start: Setting, options: ShotOptions, pool: list[Row], base: str | Non
         features = torch.cat(
             [bound.features(bound.model, b).float().cpu() for b in bound.batches(pool, options.batch_size)]
         )
-    labels = [str(row["label"]) for row in pool]
+    # Rows without labels are one class, as few_shot has it.
+    labels = [str(row.get("label") or "") for row in pool]
     chosen = select(
         features, labels, per_class=options.shots, method=options.select, seed=options.seed,
         allow_fewer=options.allow_fewer,

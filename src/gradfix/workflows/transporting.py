@@ -6,9 +6,10 @@ import glob
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from gradfix.checkpoints.folder import device_name, is_target
 from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
@@ -19,11 +20,12 @@ from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.descent import check_descent
 from gradfix.diagnostics import mean_loss
-from gradfix.errors import IncompatibleCheckpoints
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.masks import MASKS
 from gradfix.meter import Meter, nbytes
 from gradfix.preflight import plan_transport
-from gradfix.scale import ScaleCurve, dialled
+from gradfix.registry import unknown
+from gradfix.scale import dialled
 from gradfix.scoring import evaluate
 from gradfix.stream import StreamReport, transport_checkpoint, write_update
 from gradfix.tasks.base import TASKS, Bound
@@ -37,46 +39,21 @@ from gradfix.workflows.configs import TransportConfig, given
 from gradfix.workflows.guard import number_or_auto, refuse_broken, sole_writer
 from gradfix.workflows.made import made
 from gradfix.workflows.memory import halving_batches, in_notes
+from gradfix.workflows.outcome import TransportResult
 from gradfix.workflows.page import write_page
 from gradfix.workflows.setting import Setting, Shots, draw, setting
-from gradfix.workflows.shipping import follow, spelled_out
+from gradfix.workflows.shipping import (
+    Verdict,
+    follow,
+    refuse_nothing,
+    refuse_other_bound,
+    refuse_strays,
+    spelled_out,
+)
 from gradfix.workflows.voting import on_disk
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TransportResult:
-    """What was written, and what it measured."""
-
-    out: Path
-    alpha: float
-    margin: float | None
-    regime: str  # what chose alpha: "given", "validation", "few_shot" or "recipe"
-    report: StreamReport | None
-    curve: ScaleCurve | None
-    before: dict[str, float] | None
-    after: dict[str, float] | None
-    loss_before: float | None
-    loss_after: float | None
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "out": str(self.out),
-            "alpha": self.alpha,
-            "margin": self.margin,
-            "regime": self.regime,
-            "kept": self.report.kept if self.report else None,
-            "curve": self.curve.points if self.curve else None,
-            "test_before": self.before,
-            "test_after": self.after,
-            "fewshot_loss_before": self.loss_before,
-            "fewshot_loss_after": self.loss_after,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
+WORDS = {"vote": ["majority", "mean"], "head": ["error", "copy", "skip"]}
 
 
 Stage = Callable[[str], None]
@@ -99,13 +76,15 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     stage("reading examples")
     shots = draw(start, config, config.validation, config.base)
     if verdict is not None:
-        shots = follow(verdict, shots)
+        shots = follow(verdict, shots, start)
+    if config.report and not shots.test:
+        raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     checkpoints = {"base": base, "tuned": tuned, "target": target}
     with sole_writer(config):
         if config.check and not config.force:
             stage("checking that the fine-tune beats its base")
             _refuse_swapped(config, start, shots, checkpoints)
-        return _Transport(config, start, shots, checkpoints, stage).run()
+        return _Transport(config, start, shots, checkpoints, stage, verdict).run()
 
 
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
@@ -122,12 +101,13 @@ def _only(checkpoint: Checkpoint, names: list[str]) -> Checkpoint:
 
 
 def open_tuned(config: TransportConfig, start: Setting, checkpoints: Mapping[str, Checkpoint]) -> Bound:
-    """The fine-tune with its own head; an adapter is added onto its base."""
+    """The fine-tune with its own head and vocabulary; an adapter is added onto its base."""
     tuned = checkpoints["tuned"]
     if tuned.path is None or not (tuned.path / "adapter_config.json").is_file():
         return start.open(config.tuned, head_from=config.base)
-    bound = start.open(config.base)
-    apply(bound.model, TaskVector.between(checkpoints["base"], tuned), 1.0)
+    bound, base = start.open(config.base), open_checkpoint(config.base)
+    # Read anew: the checkpoints at hand are views in the order of the target's tokens, this model is not.
+    apply(bound.model, TaskVector.between(base, open_checkpoint(config.tuned, base=base)), 1.0)
     return bound
 
 
@@ -160,6 +140,10 @@ def _check_words(config: TransportConfig) -> None:
     MASKS[config.mask]
     for name in ("alpha", "margin"):
         number_or_auto(f"--{name}", getattr(config, name))
+    for name, words in WORDS.items():
+        if getattr(config, name) not in words:
+            raise UsageError(unknown(f"--{name}", getattr(config, name), words))
+    refuse_strays(config)
 
 
 class _Transport:
@@ -172,10 +156,13 @@ class _Transport:
         shots: Shots,
         checkpoints: dict[str, Checkpoint],
         stage: Stage,
+        verdict: Verdict | None = None,
     ) -> None:
         self.config, self.start, self.shots, self.stage = config, start, shots, stage
-        self.checkpoints = checkpoints
+        self.checkpoints, self.verdict = checkpoints, verdict
         self.bound = start.open(config.target, head_from=_lender(config))
+        if verdict is not None:
+            refuse_other_bound(verdict, self.bound)
         self.names = name_map(self.bound.model, checkpoints["target"].names())
         self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
         self.seconds: dict[str, float] = {}
@@ -191,7 +178,7 @@ class _Transport:
             self.notes.extend(found.notes)
             return self._finish(found.update, None, found.choice)
         ballot = self._timed("votes", self._ballot)
-        search = ScaleSearch(self.config, self.bound, self.shots, self._vote)
+        search = ScaleSearch(self.config, self.bound, self.shots)
         choice = self._timed("scale", lambda: search.choose(tau, ballot))
         self.notes.extend(choice.curve.notes if choice.curve else ())
         moved = transport(tau, ballot, self.config.mask, margin=choice.margin, generator=self.config.seed)
@@ -222,7 +209,7 @@ class _Transport:
         from gradfix.align import align
 
         base, target = self.checkpoints["base"], self.checkpoints["target"]
-        alignment = align(base, target, method=self.config.align, seed=self.config.seed)
+        alignment = align(base, target, method=self.config.align)  # as compare aligns: no seed has a say
         return TaskVector(alignment.apply(tau))
 
     def _ballot(self) -> SignVotes | TaskVector | None:
@@ -268,6 +255,8 @@ class _Transport:
         return votes
 
     def _finish(self, update: TaskVector, votes: SignVotes | None, choice: Choice) -> TransportResult:
+        if self.verdict is not None and not self.config.force:
+            refuse_nothing(self.verdict, choice.alpha, self.config.seed)
         adapter = None
         if self.config.out_lora is not None:  # from here on, what is measured is what the adapter will do
             adapter = adapter_for(
@@ -299,7 +288,7 @@ class _Transport:
             Path(self.config.out), choice.alpha, choice.margin, choice.regime, report, choice.curve,
             before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
-        if self.config.report:
+        if self.config.report and not self.config.dry_run:
             write_page(self.config, result, samples=len(self.shots.fewshot))
         return result
 
@@ -330,13 +319,16 @@ class _Transport:
         }  # fmt: skip
         if adapter is not None:
             return self._write_lora(adapter, choice, details)
+        # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
         streams = (
-            config.method == "mask" and config.align == "none" and MASKS[config.mask].sees != "reference"
+            config.method == "mask"
+            and config.align == "none"
+            and MASKS[config.mask].sees not in ("reference", "chance")
         )
         if not streams:
             return write_update(
                 self.names.to_disk({n: t.cpu() for n, t in update.items()}), alpha=choice.alpha,
-                inputs=self.checkpoints, **common,
+                inputs=self.checkpoints, head=self._lent_head(), **common,
             )  # fmt: skip
         ballot = on_disk(votes, self.bound, config.target) if votes is not None else None
         return transport_checkpoint(
@@ -344,6 +336,12 @@ class _Transport:
             alpha=choice.alpha, margin=choice.margin, seed=config.seed, head=config.head, strict=config.strict,
             **common,
         )  # fmt: skip
+
+    def _lent_head(self) -> dict[str, Tensor]:
+        """The head that only the fine-tune has, where it is to be copied."""
+        base, tuned, target = (self.checkpoints[role] for role in ("base", "tuned", "target"))
+        extra = plan_transport(base, tuned, target, head=self.config.head, strict=self.config.strict).extra
+        return {name: tuned.read(name) for name, what in extra.items() if what != "skipped"}
 
     def _computed(self) -> dict[str, Any]:
         """What changes bits besides inputs, seed, versions and threads."""
