@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from gradfix.cli import run
 from gradfix.comparison.methods import METHODS
+from gradfix.comparison.searching import Search
 from gradfix.errors import UsageError
 from gradfix.workflows.configs import CompareConfig, TransportConfig
 from gradfix.workflows.shipping import SHIPPED, ship_command, spelled_out
@@ -119,6 +121,49 @@ def test_what_is_shipped_scores_what_was_compared(
     assert json.loads(Path("again.json").read_text())["accuracy"] == pytest.approx(row["accuracy"])
 
 
+BOTH_WAYS = (
+    "naive", "gradfix", "gradfix_mean", "force", "magnitude", "random", "veto", "veto_polish", "few_shot", "transfusion",
+)  # fmt: skip
+SEEDS = (3, 4)
+
+
+@pytest.mark.parametrize("validation", ["own", "none"])
+def test_alpha_and_margin_are_those_of_the_comparison(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, validation: str
+) -> None:
+    monkeypatch.chdir(folder)
+    for user in ("arena", "running"):  # fewer points, the same rules
+        monkeypatch.setattr(f"gradfix.comparison.{user}.Search", Search.quick)
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    words += ["--shots", "4", "-q"] + (["--validation", "none"] if validation == "none" else [])
+    file = f"both-{validation}.json"
+    seeds = ["--seeds", *map(str, SEEDS)]
+    assert run(["compare", *words, *seeds, "--methods", *BOTH_WAYS, "--json", file]) == 0
+    results = json.loads(Path(file).read_text())
+    rows = {(row["method"], row["seed"]): row for row in results["rows"]}
+    for (method, seed), row in rows.items():
+        if method == "zero_shot":
+            continue
+        rest = [
+            "--method",
+            method,
+            "--seed",
+            str(seed),
+            "--out",
+            "unwritten",
+            "--force",
+            "--dry-run",
+            "--no-check",
+        ]
+        assert run(["transport", *words, *rest, "--json", "shipped.json"]) == 0
+        shipped = json.loads(Path("shipped.json").read_text())
+        found = (shipped["alpha"], shipped["margin"], shipped["test_after"]["accuracy"])
+        assert found == pytest.approx((row["alpha"], row["margin"], row["accuracy"])), (method, seed)
+        said = [note for note in shipped["notes"] if note.startswith("alpha 0 scored best")]
+        assert not said or shipped["alpha"] == 0 or method == "veto_polish"
+    assert not Path("unwritten").exists()
+
+
 def judged(folder: Path, **changes: Any) -> str:
     """The results with a verdict of the test's own making."""
     content = json.loads((folder / "results.json").read_text())
@@ -178,3 +223,114 @@ def test_a_verdict_that_does_not_fit_is_refused(
     Path("damaged.json").write_text(json.dumps(content))
     assert by_verdict("damaged.json", "refused", "--shots", "2") == 3
     assert not Path("refused").exists()
+
+
+@pytest.mark.usefixtures("compared")
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("provenance", 0, "inputs"), "?"), (("provenance", 0, "data"), []), (("provenance", 0, "config"), None),
+        (("verdicts", 0, "regime"), []), (("verdicts",), []),
+    ],
+)  # fmt: skip
+def test_damaged_results_are_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[Any, ...], value: Any
+) -> None:
+    monkeypatch.chdir(folder)
+    content = json.loads(Path(judged(folder, method="veto", transport=True)).read_text())
+    part = content
+    for step in place[:-1]:
+        part = part[step]
+    part[place[-1]] = value
+    Path("damaged.json").write_text(json.dumps(content))
+    assert by_verdict("damaged.json", "damaged", "--shots", "2") == 3
+
+
+@pytest.mark.usefixtures("compared")
+def test_a_verdict_on_other_data_or_another_task_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    file = judged(folder, method="veto", transport=True)
+    shutil.copytree("my-data", "other-data")
+    table = next(path for path in Path("other-data").iterdir() if path.stem == "test")
+    table.write_text("\n".join(table.read_text().splitlines()[:-1]) + "\n")
+    cases = [
+        (["--data", "other-data"], 5, "on other test examples than those of"),
+        (["--max-length", "7"], 2, "with another max_length of the task"),
+    ]
+    for options, code, text in cases:
+        assert by_verdict(file, "refused", "--shots", "2", *options) == code
+        assert text in " ".join(capsys.readouterr().err.split())
+
+
+STRAYS = [
+    ("--mask veto --margin 1.5", "must lie between 0 and 1"),
+    ("--mask agree --margin 0.4", "--mask agree reads no --margin (veto would)"),
+    ("--mask none --votes v.safetensors", "--mask none reads no --votes"),
+    ("--mask none --vote rubbish", "no --vote called 'rubbish'"),
+    ("--mask magnitude --vote mean", "--mask magnitude reads no --vote"),
+    ("--votes v.safetensors --vote mean", "leave --vote out"),
+    ("--unlabelled u.jsonl", "--unlabelled is for --method best"),
+    ("--method veto --unlabelled u.jsonl", "has no --unlabelled"),
+    ("--method gradfix --vote mean", "means --vote majority"),
+    ("--method naive --align transfusion", "means --align none"),
+    ("--head cpoy", "Did you mean 'copy'?"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), STRAYS)
+def test_an_option_that_nothing_reads_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, text: str
+) -> None:
+    monkeypatch.chdir(folder)
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    assert run(["transport", *words, "--out", "stray", *options.split(), "-q"]) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_given_margin_stands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    named = transport("margin-1", "--method", "veto", "--margin", "0.4")
+    spelled = transport("margin-2", "--mask", "veto", "--margin", "0.4")
+    assert all(torch.equal(named[name], spelled[name]) for name in named)
+    assert json.loads(Path("margin-1/gradfix.json").read_text())["config"]["margin"] == 0.4
+
+
+def test_the_command_takes_the_first_seed_of_the_comparison() -> None:
+    config = CompareConfig(**INPUTS, seeds=(4, 5), unlabelled="more.jsonl")
+    verdict = {"method": "veto", "transport": True, "shots": 8}
+    command = str(ship_command(config, verdict))
+    assert "--seed 4" in command and "--unlabelled" not in command
+
+
+def test_votes_from_a_file_need_no_gradients(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    asked = words[4:]
+    assert run(["vote", *asked, "--shots", "2", "--out", "v.safetensors", "-q"]) == 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("gradients were computed")
+
+    for user in ("comparison.support.collect_votes", "workflows.transporting.collect_votes"):
+        monkeypatch.setattr(f"gradfix.{user}", refuse)
+    rest = ["--votes", "v.safetensors", "--shots", "2", "--validation", "none", "--force", "--out", "voted"]
+    assert run(["transport", *words, *rest, "--json", "voted.json", "-q"]) == 0
+    content = json.loads(Path("voted.json").read_text())
+    assert any("none was held out" in note for note in content["notes"])
+
+
+def test_a_page_is_refused_before_the_weights_and_never_written_dry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
+    rest = ["--shots", "2", "--alpha", "0.5", "--force", "--report", "page.html", "-q"]
+    assert run(["transport", *words, *rest, "--out", "dry", "--dry-run"]) == 0
+    assert not Path("page.html").exists()
+    shutil.copytree("my-data", "no-test")
+    next(path for path in Path("no-test").iterdir() if path.stem == "test").unlink()
+    words[words.index("my-data")] = "no-test"
+    assert run(["transport", *words, *rest, "--out", "untested"]) == 5
+    assert not Path("untested").exists()

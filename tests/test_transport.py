@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import resource
 
 import pytest
 import torch
 
 import gradfix
+from gradfix.cli import run
 from gradfix.errors import (
     CorruptInput,
     IncompatibleCheckpoints,
 )
 from gradfix.stream import write_update
 from gradfix.votes.tally import SignVotes
+from tests.stage import setup
 from trio import SHAPES, draw_state, draw_votes, make_trio, read_folder, save_folder
 
 
@@ -198,3 +201,44 @@ def test_a_head_the_fine_tune_dropped_stays_the_targets(tmp_path):
     gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out")
     assert torch.equal(read_folder(tmp_path / "out")["cls.bias"], torch.full((3,), 7.0))
     assert gradfix.verify(tmp_path / "out")["tensors"]["cls.bias"]["reason"] == "a head the fine-tune dropped"
+
+
+def test_write_update_writes_a_lent_head_with_its_trained_change(trio, tmp_path):
+    update = {"norm.weight": torch.full((300,), 0.25), "classifier.weight": torch.full((2, 3), 0.5)}
+    head = {"classifier.weight": torch.ones(2, 3), "classifier.bias": torch.zeros(2)}
+    write_update(update, target=trio["target"], out=tmp_path / "out", alpha=2.0, head=head)
+    written, before = read_folder(tmp_path / "out"), read_folder(trio["target"])
+    assert torch.equal(written["norm.weight"], before["norm.weight"] + 0.5)
+    assert torch.equal(written["classifier.weight"], torch.full((2, 3), 2.0))
+    assert torch.equal(written["classifier.bias"], torch.zeros(2))
+    assert torch.equal(head["classifier.weight"], torch.ones(2, 3))
+    gradfix.verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "options", [["--mask", "magnitude"], ["--mask", "random"], ["--method", "one_step"]], ids=" ".join
+)
+def test_a_copied_head_is_written_whatever_makes_the_update(tmp_path, monkeypatch, options):
+    """What was scored is what a reader of the folder gets: encoder, coins and classifier."""
+    setup("bert", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data = ["--data", "reviews", "--task", "classification"]
+    words = [
+        "--base",
+        "bert-old",
+        "--tuned",
+        "bert-old-reviews",
+        "--target",
+        "bert-new",
+        *data,
+        "--head",
+        "copy",
+    ]
+    alpha = [] if "--method" in options else ["--alpha", "0.5"]
+    rest = ["--shots", "2", *alpha, "--force", "--out", "out", "--json", "out.json", "-q"]
+    assert run(["transport", *words, *options, *rest]) == 0
+    assert any(name.startswith("classifier.") for name in read_folder(tmp_path / "out"))
+    assert run(["evaluate", "--model", "out", *data, "--json", "again.json", "-q"]) == 0
+    told = json.loads((tmp_path / "out.json").read_text())["test_after"]
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["loss"] == pytest.approx(told["loss"], rel=1e-5)
