@@ -10,7 +10,6 @@ import gradfix
 from adapters import load, train_adapter
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
-from gradfix.scale import average_curves
 from tests.tiny import save_tiny
 
 
@@ -115,15 +114,3 @@ def test_veto_takes_the_signs_of_an_oracle(margin):
     votes = gradfix.SignVotes({"w": oracle["w"].sign().to(torch.int8)}, 1)
     shown, voted = (gradfix.transport(tau, d, "veto", margin=margin).update["w"] for d in (oracle, votes))
     assert torch.equal(shown, voted) and int(shown.count_nonzero()) == 2
-
-
-def test_notes_of_averaged_folds_hold_for_the_average():
-    model = torch.nn.Linear(1, 1, bias=False)
-    with torch.no_grad():
-        model.weight.zero_()
-    step = {"weight": torch.ones(1, 1)}
-    near = gradfix.search_scale(model, step, lambda m: -abs(float(m.weight.detach()) - 0.5))
-    none = gradfix.search_scale(model, step, lambda m: -0.1 * float(m.weight.detach()))
-    assert none.notes == ("alpha 0 scored best: do not transport",)
-    both = average_curves([near, none])
-    assert both.best == 0.5 and both.notes == ()

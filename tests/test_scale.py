@@ -8,7 +8,6 @@ from torch import nn
 
 import gradfix
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.scale import average_curves
 
 
 def _model(dtype=torch.float32) -> nn.Module:
@@ -77,11 +76,3 @@ def test_bad_grids_and_scores_are_refused():
         gradfix.search_scale(_model(), UPDATE, lambda m: float("nan"))
     with pytest.raises(IncompatibleCheckpoints, match="the model lacks"):
         gradfix.search_scale(_model(), {"other": torch.zeros(1)}, _peak(1.0))
-
-
-def test_fold_curves_are_averaged_over_common_alphas():
-    one = gradfix.search_scale(_model(), UPDATE, _peak(0.2))
-    two = gradfix.search_scale(_model(), UPDATE, _peak(0.6))
-    both = average_curves([one, two])
-    assert 0.2 <= both.best <= 0.6
-    assert dict(both.points)[0.0] == pytest.approx(-0.4)

@@ -123,11 +123,3 @@ def _notes(points: Sequence[tuple[float, float]], widened: bool) -> tuple[str, .
 
 def _best(points: Iterable[tuple[float, float]]) -> float:
     return max(points, key=lambda point: (point[1], -point[0]))[0]
-
-
-def average_curves(curves: Sequence[ScaleCurve]) -> ScaleCurve:
-    """One curve from several folds: the mean score at the alphas every fold tried, and what holds of this mean."""
-    common = sorted(set.intersection(*(set(dict(curve.points)) for curve in curves)))
-    points = [(alpha, sum(dict(c.points)[alpha] for c in curves) / len(curves)) for alpha in common]
-    widened = all(curve.widened for curve in curves)  # else no widened alpha is common to them
-    return ScaleCurve(_best(points), points, widened, _notes(points, widened))
