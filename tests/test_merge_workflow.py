@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import gradfix
 import gradfix.workflows.merging as workflow
-from gradfix.errors import DataError, UsageError
+from gradfix.cli import run
+from gradfix.errors import DataError, OutputError, UsageError
 from gradfix.merging.recipes import load_recipe
 from gradfix.merging.stream import Vector, merge_checkpoints
 from gradfix.workflows.configs import MergeConfigOptions
@@ -143,3 +144,28 @@ def test_what_is_missing_is_named(tmp_path: Path, world: dict[str, Path]) -> Non
     )
     with pytest.raises(DataError, match="no validation data to choose alpha on"):
         run_merge(load_recipe(path))
+
+
+@pytest.mark.parametrize("inside", ["votes", "data", "validation", "config", "from_mergekit"])
+def test_an_output_that_holds_an_input_is_refused(
+    tmp_path: Path, world: dict[str, Path], inside: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """--overwrite replaces the folder whole: whatever the recipe reads from there would be gone."""
+    out = tmp_path / "run"
+    _data(out, 0)
+    gradfix.SignVotes({}, 3).save(out / "votes.safetensors")
+    given = {"votes": out / "votes.safetensors", "data": out, "validation": out / "validation.jsonl"}
+    vector = {"base": str(world["old"]), "tuned": str(world["a"]), "data": str(world["films"])}
+    vector |= {name: str(path) for name, path in given.items() if name == inside}
+    recipe = {"target": str(world["target"]), "out": str(out), "task": "zero-shot", "vectors": [vector]}
+    words = ["merge", "--overwrite"]
+    if inside == "from_mergekit":
+        models = [{"model": str(world["a"]), "parameters": {"weight": 1.0}}]
+        recipe = {"merge_method": "task_arithmetic", "base_model": str(world["old"]), "models": models}
+        words += ["--target", str(world["target"]), "--out", str(out), "--from-mergekit"]
+    path = (out if inside in ("config", "from_mergekit") else tmp_path) / "merge.yml"
+    path.write_text(json.dumps(recipe))
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert run([*words, str(path)]) == OutputError.exit_code
+    assert "inputs are never modified" in capfd.readouterr().err
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before

@@ -6,6 +6,7 @@ goes on after the last tensor its journal vouches for."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.input_hashes import InputHashes
-from gradfix.checkpoints.journal import Journal
+from gradfix.checkpoints.input_hashes import InputHashes, readable
+from gradfix.checkpoints.journal import JOURNAL, Journal
 from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
@@ -72,6 +73,7 @@ class Pipeline:
         """Every file of the layout with its tensors in this order; returns the files' hashes."""
         self._staging, self._layout, self._progress = staging, layout, progress or _silent
         self._journal = Journal(staging)
+        _remove_all_but([JOURNAL, *layout], staging)
         self._writers: dict[str, SafetensorsWriter] = {}
         self._done: dict[str, Future[str]] = {}
         with ExitStack() as self._open, one_thread(), ThreadPoolExecutor(1) as self._closer:
@@ -188,7 +190,8 @@ class Pipeline:
         targets = self.hashes.chunks(content.source, name, size)
         votes: Iterator[Tensor | None] = repeat(None)
         if self.mover.ballot.rule.sees != "nothing":
-            votes = self.mover.ballot.pieces(name, content.info.numel, size)
+            ballot = self.mover.ballot
+            votes = readable(ballot.pieces(name, content.info.numel, size), ballot.source)
         for piece, target, seen in zip(self.update.pieces(name), targets, votes, strict=False):
             yield len(target), partial(self._move, name, content, piece, target, seen), piece
 
@@ -209,6 +212,17 @@ class Pipeline:
             raise UnsafeResult(f"tensor {name!r}: {first} entries for {len(target)}; this is a bug.")
         fate.base_square = piece.base_square
         return out, fate
+
+
+def _remove_all_but(kept: list[str], staging: Path) -> None:
+    """What an interrupted run put beside the weights is put there anew: its inputs may have changed since."""
+    for path in staging.iterdir():
+        if path.name in kept:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _hashed(work: Work, writer: SafetensorsWriter, offset: int) -> tuple[Tensor, Fate]:

@@ -125,11 +125,11 @@ def by_medoids(rows: Features, wanted: int, chance: np.random.Generator) -> list
     class's distance matrix in float32. Returned in index order: medoids have no first."""
     import kmedoids
 
-    distances = np.concatenate([_distances(rows[i : i + BLOCK], rows) for i in range(0, len(rows), BLOCK)])
-    # The library warns about float64 copies and wants a plain C array.
-    distances = np.ascontiguousarray(distances, dtype=np.float32)
     if wanted == len(rows):
         return list(range(len(rows)))
+    distances = np.empty((len(rows), len(rows)), dtype=np.float32)
+    for first in range(0, len(rows), BLOCK):
+        distances[first : first + BLOCK] = _distances(rows[first : first + BLOCK], rows)
     start = kmedoids.pam_build(distances, wanted).medoids
     found = kmedoids.fasterpam(distances, start, n_cpu=1).medoids
     best = min(

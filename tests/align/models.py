@@ -129,6 +129,20 @@ def qwen3() -> Case:
     return Case(hf.Qwen3ForCausalLM(config), {"input_ids": tokens()})
 
 
+def olmo2(key_heads: int = 4) -> Case:
+    config = hf.Olmo2Config(**TEXT, num_key_value_heads=key_heads)
+    return Case(hf.Olmo2ForCausalLM(config), {"input_ids": tokens()})
+
+
+def olmo2_grouped() -> Case:
+    return olmo2(key_heads=2)
+
+
+def olmo3() -> Case:
+    config = hf.Olmo3Config(**TEXT, num_key_value_heads=2)
+    return Case(hf.Olmo3ForCausalLM(config), {"input_ids": tokens()})
+
+
 def qwen2() -> Case:
     config = hf.Qwen2Config(**TEXT, num_key_value_heads=2)
     return Case(hf.Qwen2ForSequenceClassification(config), {"input_ids": tokens(rows=1)})
@@ -144,7 +158,8 @@ MAKERS: dict[str, Callable[[], Case]] = {
     for maker in (
         vit, vit_backbone, timm_vit, clip, clip_vision, clip_vision_tower, clip_text_tower,
         siglip, siglip_vision_tower, open_clip, bert, bert_backbone, bert_tokens, bert_vocabulary,
-         roberta, t5, t5_gated, llama, llama_tied, llama_one_group, qwen3, qwen2, gpt2,
+        roberta, t5, t5_gated, llama, llama_tied, llama_one_group, qwen3, olmo2, olmo2_grouped, olmo3,
+        qwen2, gpt2,
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ EXPECTED = {
     "clip_text_tower": "text_tower", "siglip_vision_tower": "vision_tower", "bert_backbone": "bert",
     "bert_tokens": "bert", "bert_vocabulary": "bert", "roberta": "bert", "t5_gated": "t5",
     "llama_tied": "llama", "llama_one_group": "llama", "qwen2": "llama", "qwen3": "llama",
+    "olmo2": "llama", "olmo2_grouped": "llama", "olmo3": "llama",
 }  # fmt: skip
 
 
@@ -72,6 +73,15 @@ def test_wrong_head_counts_are_refused():
         align(weights, weights, heads=5)
     with pytest.raises(UsageError, match="do not divide"):
         align(weights_of("llama"), weights_of("llama"), heads=8, kv_heads=3)
+
+
+@pytest.mark.parametrize("entries", [16, 12])
+def test_a_norm_of_neither_one_head_nor_all_heads_is_refused(entries):
+    """Left in place while its heads move, it would change the model in silence."""
+    weights = weights_of("olmo2")
+    weights["model.layers.1.self_attn.q_norm.weight"] = torch.ones(entries)
+    with pytest.raises(IncompatibleCheckpoints, match="layers.1.self_attn.q_norm.weight.*neither one head"):
+        align(weights, weights, heads=4)
 
 
 def test_shapes_and_names_must_meet():

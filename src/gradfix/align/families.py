@@ -174,7 +174,8 @@ LLAMA = Family(
             linear  layers.{i}.self_attn.k_proj               k residual@a
             linear  layers.{i}.self_attn.v_proj               v residual@a
             linear  layers.{i}.self_attn.o_proj               residual@b o
-            tensor  layers.{i}.self_attn.(q|k)_norm.weight    -
+            tensor  layers.{i}.self_attn.q_norm.weight        q_norm
+            tensor  layers.{i}.self_attn.k_norm.weight        k_norm
             tensor  layers.{i}.self_attn.rotary_emb.inv_freq  *
             tensor  rotary_emb.inv_freq                       *
             linear  layers.{i}.post_attention_layernorm       residual@b

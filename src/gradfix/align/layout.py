@@ -45,6 +45,7 @@ class Layout:
     layers: Mapping[str, int]
     residual: Residual = "shared"
     replaced: Mapping[str, str] = field(default_factory=dict)
+    attention: Mapping[str, int] = field(default_factory=dict)  # entries of every q and k axis, all heads
 
     def axes(self, name: str, shape: tuple[int, ...]) -> Axes:
         """Per axis of the tensor, the parts it consists of (one, or three where q, k, v are packed)."""
@@ -91,6 +92,8 @@ class Layout:
             return tuple(self._heads(place, kind, third, label) for kind in word)
         if word in ("q", "k", "v", "o", "order"):
             return (self._heads(place, word, size, label),)
+        if word in ("q_norm", "k_norm"):
+            return (self._norm(place, word[0], size),)
         return (Part((1, 1, size), inner=place.group(word)),)
 
     def _stream(self, place: Place, point: str) -> str:
@@ -125,6 +128,19 @@ class Layout:
             inner=inside[{"k": "q", "o": "v"}.get(kind, kind)],
         )
 
+    def _norm(self, place: Place, kind: str, size: int) -> Part:
+        """A norm as wide as all heads has its own weights for each, which must move with it."""
+        heads, groups = self._head_counts(place.tower)
+        entries = self.attention.get(place.group(kind), 0)
+        if size == entries:
+            return self._heads(place, kind, size, label="")
+        if size * (heads if kind == "q" else groups) == entries:
+            return Part((1, 1, size))
+        raise IncompatibleCheckpoints(
+            f"{place.name!r} has {size} entries, which is neither one head nor all heads of its "
+            f"attention ({entries} entries). Check heads= and kv_heads=, or transport without alignment."
+        )
+
     def _head_counts(self, tower: Tower) -> tuple[int, int]:
         heads = self.heads.get(tower.name, 0)
         if not heads:
@@ -157,12 +173,15 @@ def build_layout(
         raise _not_covered(chosen, odd)
     layers: dict[str, int] = {}
     tables: dict[str, int] = {}
+    attention: dict[str, int] = {}
     for name, shape in shapes.items():
         row, layer = chosen.find(name) or (chosen.towers[0].rows[0], None)
         tower = row.tower.name
         layers[tower] = max(layers.get(tower, 0), 1 + (-1 if layer is None else layer))
         if row.axes[-1] == "order":
             tables[tower] = shape[-1]
+        if row.axes[0] in ("q", "k"):
+            attention[Place(name, row.tower, layer).group(row.axes[0])] = shape[0]
     given, given_kv = heads_in_config(config or {})
     towers = {tower.name for tower in chosen.towers}
     fallback = chosen.fallback
@@ -176,6 +195,7 @@ def build_layout(
         layers,
         residual,
         replaced,
+        attention,
     )
 
 

@@ -15,6 +15,8 @@ Axis words:
                  permutation unless per-junction permutations are asked for.
     q k v o qkv  an attention axis: heads x width of a head (qkv: the three packed one after another);
                  `q:cross` belongs to a second attention of the layer
+    q_norm       a norm of the queries (k_norm: of the keys): one head wide and shared by all heads
+                 (Qwen3), so it stays, or as wide as all heads (OLMo2), so it moves with them
     order        one entry per head, e.g. a bias table
     any word     a plain group, of the layer where the name has one"""
 

@@ -156,6 +156,11 @@ def _made_up(
     per_label = tokens[0] is not None and tokens[0].dim() > 2
     same = tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu())
     if same and not per_label:
+        table = _table(teacher)
+        if vocabulary is not None and table is not None:
+            vocabulary = vocabulary[
+                : table.num_embeddings
+            ]  # tokens that only the new base has say nothing to the old
         return [_unanswered(remix(batch, count, seed, vocabulary)) for batch in (ours, theirs)]
     column = _text_column(known[0], per_label)
     if not all(isinstance(example.get(column), str) for example in known):
@@ -182,16 +187,21 @@ def remembered(bound: Bound, tau: TaskVector) -> Tensor | None:
 
     A row moves only when its token is in a training text, so the vector knows the task's vocabulary. All zeros where
     the embedding was not trained; None for models that do not read tokens."""
-    try:
-        table = getattr(bound.model, "get_input_embeddings", lambda: None)()
-    except NotImplementedError:  # models of two towers (CLIP) have no one table
-        return None
-    if not isinstance(table, nn.Embedding):
+    table = _table(bound)
+    if table is None:
         return None
     name = next((name for name, p in bound.model.named_parameters() if p is table.weight), None)
     if name is None or name not in tau:
         return torch.zeros(table.num_embeddings)
     return tau[name].float().square().sum(1)
+
+
+def _table(bound: Bound) -> nn.Embedding | None:
+    try:
+        table = getattr(bound.model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:  # models of two towers (CLIP) have no one table
+        return None
+    return table if isinstance(table, nn.Embedding) else None
 
 
 def _start(

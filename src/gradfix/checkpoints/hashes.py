@@ -89,7 +89,8 @@ class OrderedHash:
 
     def text(self, size: int) -> str:
         """The hash of the first `size` bytes, which must have been hashed."""
-        return self._content.text() if size == self._next else self._texts[size]
+        with self._turn:
+            return self._content.text() if size == self._next else self._texts[size]
 
 
 def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:

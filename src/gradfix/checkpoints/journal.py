@@ -1,7 +1,7 @@
 """How far an interrupted output got: the next run with the same inputs goes on after the last whole tensor.
 
-The journal lies in the staging folder beside the files it tells of and goes away before the manifest is
-written. Nothing is believed unless the bytes on disk still have the recorded hash, and no line of the journal
+The journal lies in the staging folder beside the files it tells of and goes away when that becomes the output.
+Nothing is believed unless the bytes on disk still have the recorded hash, and no line of the journal
 behind one that is damaged."""
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class Journal:
         self._tensors: dict[str, list[dict[str, Any]]] = {}
         self._finished: dict[str, dict[str, Any]] = {}
         self._turn = threading.Lock()
-        for record in _read(self.path):
+        records, size = _read(self.path)
+        for record in records:
             self._keep(record)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self._file.truncate(size)  # lines added behind a damaged one would not be believed either
 
     def _keep(self, record: dict[str, Any]) -> None:
         if "tensor" in record:
@@ -79,26 +81,27 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-        self.path.unlink(missing_ok=True)
 
 
 def _check(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The records of an earlier run, up to the first line that a kill cut off or a disk damaged."""
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The records of an earlier run, up to the first line that a kill cut off or a disk damaged, and their bytes."""
+    records: list[dict[str, Any]] = []
+    size = 0
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return []
-    records = []
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError:
+        return records, size
     for line in lines:
-        check, _, text = line.partition(" ")
-        if check != _check(text):
+        check, _, text = line.decode(errors="replace").partition(" ")
+        if not text.endswith("\n") or check != _check(text[:-1]):
             break
         records.append(json.loads(text))
-    return records
+        size += len(line)
+    return records, size
 
 
 def journal_key(checkpoints: Iterable[Checkpoint], *settings: Any) -> str | None:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.hashes import hash_file, holds
+from gradfix.checkpoints.journal import JOURNAL
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError
@@ -47,7 +48,7 @@ def staged_folder(
 
     With a `key`, an interrupted (not failed) run leaves the staging folder, and the next run with the same
     key gets it back to go on from."""
-    out = Path(os.path.abspath(out))
+    out = _place(out)
     refuse_occupied(out, overwrite)
     make_parent(out)
     with locked(out):
@@ -55,7 +56,7 @@ def staged_folder(
         refuse_occupied(out, overwrite)
         staging = _staging_path(out, key)
         _remove_stale(out, keep=staging)
-        _check_space(out.parent, need_bytes)
+        _check_space(out.parent, need_bytes - _bytes_in(staging))
         try:
             staging.mkdir(exist_ok=True)
             yield staging
@@ -64,6 +65,7 @@ def staged_folder(
                     seal(path)
                 elif path.is_dir():
                     _fsync_folder(path)
+            (staging / JOURNAL).unlink(missing_ok=True)  # until here a killed run loses nothing
             _fsync_folder(staging)
             _swap(staging, out)
         except KeyboardInterrupt:
@@ -75,6 +77,11 @@ def staged_folder(
             if isinstance(error, OSError) and not isinstance(error, GradfixError):
                 raise OutputError(f"cannot write {out}: {reason(error)}. Nothing was left behind.") from error
             raise
+
+
+def _place(out: Path) -> Path:
+    """Where a folder really is: what stands under a link is replaced there, and the link goes on to show it."""
+    return Path(os.path.realpath(out))
 
 
 def make_parent(out: Path) -> None:
@@ -108,11 +115,15 @@ def refuse_odd_file(out: Path) -> None:
         raise OutputError(f"{out} is no regular file, and gradfix replaces files whole; give another name.")
 
 
-def refuse_inside(out: Path, inputs: Sequence[Path]) -> None:
-    """An output that is, contains or lies in an input is refused; compared by inode, so links do not fool it."""
-    target = Path(os.path.abspath(out))
-    ancestors = {_identity(parent) for parent in (target, *target.parents)} - {None}
-    for path in inputs:
+def refuse_inside(out: Path, inputs: Iterable[object]) -> None:
+    """An output that is, contains or lies in an input is refused; compared by inode, so links do not fool it.
+
+    An input that is no path, such as votes in memory, is in nobody's way."""
+    target, real = Path(os.path.abspath(out)), _place(out)
+    ancestors = {_identity(place) for place in (target, *target.parents, *real.parents)} - {None}
+    for path in (Path(given) for given in inputs if isinstance(given, str | os.PathLike)):
+        if not os.path.exists(path):
+            continue
         home = path if path.is_dir() else path.parent
         own = {_identity(path)} if path.is_file() else {_identity(home)}
         inside_out = _identity(target) is not None and _identity(target) in {
@@ -137,7 +148,7 @@ def locked(out: Path) -> Iterator[None]:
     """One writer at a time; the kernel drops the lock of a process that dies.
 
     A long run takes it before its first computation, and the write at its end finds it already held."""
-    out = Path(os.path.abspath(out))
+    out = _place(out)
     lock = out.parent / f".{out.name}.gradfix.lock"
     if lock in _HELD.get():
         yield
@@ -182,6 +193,11 @@ def _remove_stale(out: Path, keep: Path) -> None:
     for path in out.parent.glob(f".{glob.escape(out.name)}.gradfix-*"):
         if path != keep:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _bytes_in(folder: Path) -> int:
+    """What an interrupted run has written already and needs no more room for."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _check_space(folder: Path, need: int) -> None:
@@ -293,7 +309,7 @@ def write_manifest(folder: Path, content: Mapping[str, Any], hashes: Mapping[str
     outputs = dict(hashes)
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
-        if path.is_file() and relative not in outputs and relative != MANIFEST:
+        if path.is_file() and relative not in outputs and relative not in (MANIFEST, JOURNAL):
             outputs[relative] = hash_file(path)
     text = json.dumps({**content, "outputs": dict(sorted(outputs.items()))}, indent=1, default=str)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

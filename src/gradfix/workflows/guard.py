@@ -18,15 +18,21 @@ from gradfix.errors import OutputError, UnsafeResult, UsageError
 CHECKPOINTS = ("base", "tuned", "target", "target_tuned", "model", "head_from", "checkpoints")
 OUTPUTS = ("out", "report", "work")
 LONGEST_NAME = 200  # bytes; file systems take 255, and what is written beside an output adds some to its name
-FILES = ("data", "validation", "unlabelled", "votes", "results", "config")
+FILES = ("data", "validation", "unlabelled", "votes", "results", "config", "from_mergekit", "verdict")
 
 
-def guard_outputs(config: Any, *files: str | None) -> None:
-    """Refuse a config whose outputs, or these further files, would touch one of its inputs."""
-    weights, others = _existing(config, CHECKPOINTS), _existing(config, FILES)
+def guard_outputs(config: Any, *files: str | None, parts: Iterable[Any] = ()) -> None:
+    """Refuse a config whose outputs, or these further files, would touch one of its inputs or each other.
+
+    `parts` name inputs as well, such as the vectors of a merge recipe."""
+    owners = [config, *parts]
+    weights, others = (
+        [p for owner in owners for p in _existing(owner, names)] for names in (CHECKPOINTS, FILES)
+    )
     for file in (*files, getattr(config, "report", None)):
         if file is not None and file != "-":
             refuse_odd_file(Path(file))
+    _refuse_shared(config, files)
     for name in (*(getattr(config, output, None) for output in OUTPUTS), *files):
         if name is None or name == "-":
             continue
@@ -42,6 +48,19 @@ def guard_outputs(config: Any, *files: str | None) -> None:
             raise OutputError(
                 f"output {out} is a data file of the input; inputs are never modified. Choose another."
             )
+
+
+def _refuse_shared(config: Any, files: Iterable[str | None]) -> None:
+    """The later of two outputs under one name would replace the earlier; a page has its Markdown beside it."""
+    report = getattr(config, "report", None)
+    beside = [Path(report).with_suffix(".md")] if report and Path(report).name else []
+    named = [*(getattr(config, output, None) for output in OUTPUTS), *files]
+    taken = set()
+    for out in [*(Path(name) for name in named if name is not None and name != "-"), *beside]:
+        place = os.path.realpath(out)
+        if place in taken:
+            raise UsageError(f"two outputs would be written to {out}; give each a name of its own.")
+        taken.add(place)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ merged model is scored on every task's test data."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.write import refuse_occupied
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
 from gradfix.merging.stream import Vector, merge_checkpoints, merged_update
@@ -28,6 +29,7 @@ from gradfix.votes.collect import collect_votes
 from gradfix.votes.tally import SignVotes
 from gradfix.workflows.choosing import ranking
 from gradfix.workflows.configs import MergeConfigOptions, ShotOptions
+from gradfix.workflows.guard import guard_outputs
 from gradfix.workflows.setting import Shots, draw, setting
 from gradfix.workflows.transporting import Stage
 from gradfix.workflows.voting import on_disk
@@ -75,6 +77,7 @@ class MergeResult:
 def run_merge_command(options: MergeConfigOptions, stage: Stage = lambda _: None) -> dict[str, Any]:
     """The recipe named on the command line, completed by its options, merged."""
     recipe, notes = read_recipe(options)
+    guard_outputs(recipe, parts=[options])
     result = run_merge(recipe, overwrite=options.overwrite, dry_run=options.dry_run, stage=stage)
     merged = result.as_json()
     return {**merged, "notes": [*notes, *merged["notes"]]}
@@ -95,6 +98,8 @@ def run_merge(
     """Check, vote once per task, choose one alpha, write one model, score it on every task."""
     if recipe.out is None:
         raise UsageError("the recipe names no output folder; add `out` or give --out.")
+    guard_outputs(recipe, parts=recipe.vectors)
+    refuse_occupied(Path(recipe.out), overwrite)
     return _Run(recipe, overwrite, dry_run, stage).run()
 
 
@@ -236,16 +241,12 @@ class _Run:
         tasks = list(self.tasks.values())
         model = tasks[0].bound.model
         with dialled(model, self._on_module(update)) as dial:
-            before = {task.name: _test(model, task) for task in tasks}
+            before = [_test(model, task) for task in tasks]
             dial.turn(alpha)
-            after = {task.name: _test(model, task) for task in tasks}
+            after = [_test(model, task) for task in tasks]
         return {
-            task.name: {
-                "labelled_examples": len(task.shots.fewshot),
-                "test_before": before[task.name],
-                "test_after": after[task.name],
-            }
-            for task in tasks
+            name: {"labelled_examples": len(task.shots.fewshot), "test_before": old, "test_after": new}
+            for name, task, old, new in zip(_told_apart(self.tasks), tasks, before, after, strict=True)
         }
 
     def _write(
@@ -276,6 +277,17 @@ def _task_key(vector: VectorRecipe) -> tuple[Any, ...]:
     """What must be equal for two vectors to share one task's examples and votes."""
     own = vector.model_dump(exclude={"base", "tuned", "weight", "density", "votes"})
     return tuple(sorted((name, str(value)) for name, value in own.items()))
+
+
+def _told_apart(tasks: Mapping[tuple[Any, ...], _TaskOnTarget]) -> list[str]:
+    """A name of its own for every task; those on the same data are told apart by the options they differ in."""
+    names = []
+    for key, task in tasks.items():
+        twins = [dict(other) for other, one in tasks.items() if one.name == task.name]
+        apart = [(option, value) for option, value in key if any(twin[option] != value for twin in twins)]
+        own = [f"{option} {value}" for option, value in apart if value != str(None)]
+        names.append(f"{task.name} ({', '.join(own)})" if own else task.name)
+    return names
 
 
 def _test(model: nn.Module, task: _TaskOnTarget) -> dict[str, float] | None:
