@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -71,7 +72,7 @@ def command(kind: type[Config], body: Callable[..., int | None], *, doc: str) ->
         config = settle(kind, given, path)
         from gradfix.workflows.guard import guard_outputs
 
-        guard_outputs(config, json_out)
+        guard_outputs(config, json_out, parts=[SimpleNamespace(config=path)])
         return body(config, json_out=json_out, quiet=quiet)
 
     positional = [

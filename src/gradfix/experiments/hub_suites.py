@@ -6,6 +6,7 @@ interrupted one goes on where it was."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -125,11 +126,14 @@ class HubSuite(Suite):
 
     def finetuned(self, model: str, task: str) -> Path:
         """The checkpoint of a base fine-tuned on a task: from the out folder, or made now."""
-        name = re.sub(r"[^\w.-]+", "-", f"{model}-{task}")
+        data = self.data(task)
+        sizes = {name: len(rows) for name, rows in data.splits.items()}
+        made_of = repr((self.where(model), asdict(self.recipe), sizes))
+        key = hashlib.sha256(made_of.encode()).hexdigest()[:8]
+        name = re.sub(r"[^\w.-]+", "-", f"{model}-{task}") + f"-{key}"
         folder = self.out / "checkpoints" / name
         if folder.is_dir():
             return folder
-        data = self.data(task)
         bound = self.make_task(data).open(self.where(model), device=self.device)
         part = folder.with_name(f".{name}.finetune")
         part.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.data import Row
+from gradfix.data.rows import exact_hash
 from gradfix.errors import UsageError
 from gradfix.processes import launched
 from gradfix.tasks.base import Bound, Task
@@ -107,7 +108,7 @@ def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[
         "pooling",
         "max_length",
     )
-    examples = hashlib.sha256("".join(f"{row.content}\t{row.get('label')}\n" for row in fewshot).encode())
+    examples = hashlib.sha256("".join(f"{exact_hash(row)}\n" for row in fewshot).encode())
     device = next(bound.model.parameters()).device
     return {
         "settings": {name: getattr(config, name) for name in names},
