@@ -101,8 +101,6 @@ class ScaleSearch:
             seen = self._seen(support, view, ballot)
             return transport(tau, seen, self.config.mask, margin=margin, generator=self.config.seed).update
 
-        if margin == 1:  # nothing can be vetoed
-            return Setting({"margin": margin}, lambda view: tau)
         return Setting({} if margin is None else {"margin": margin}, make)
 
     def _seen(self, support: Support, view: View, ballot: Ballot) -> Ballot:
