@@ -24,6 +24,7 @@ from gradfix.errors import GradfixError
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STARTED_HERE = "GRADFIX_GROUP_FILE"
 GRACE_SECONDS = 5.0
+KILL_SECONDS = 0.2  # until the death of a killed process is known
 
 Step = Callable[[int], None]
 
@@ -186,19 +187,32 @@ def _listen(pipes: dict[Connection, int], processes: list[Any], progress: Step |
                 kind, value = pipe.recv()
             except (EOFError, OSError):  # it closed the pipe, or was killed in the middle of a message
                 processes[rank].join(GRACE_SECONDS)
-                code = processes[rank].exitcode
-                raise LostProcess(
-                    f"process {rank} of {len(pipes)} ended without a word (exit {code}; -9 is usually memory). "
-                    "Fewer --processes or a smaller --batch-size need less."
-                ) from None
+                raise _lost(rank, processes) from None
             if kind == "error":
-                raise _rebuilt(*value)
+                killed = _killed(processes)
+                raise _rebuilt(*value) if killed is None else _lost(killed, processes)
             if kind == "progress" and progress is not None:
                 progress(value)
             if kind in ("done", "left"):
                 result = value if rank == 0 else result
                 del open_pipes[pipe]
     return result
+
+
+def _killed(processes: list[Any]) -> int | None:
+    """The process whose death the others complain about, if there is one."""
+    for rank, process in enumerate(processes):
+        process.join(KILL_SECONDS)
+        if process.exitcode is not None and process.exitcode < 0:
+            return rank
+    return None
+
+
+def _lost(rank: int, processes: list[Any]) -> LostProcess:
+    return LostProcess(
+        f"process {rank} of {len(processes)} ended without a word (exit {processes[rank].exitcode}; -9 is usually "
+        "memory). Fewer --processes or a smaller --batch-size need less."
+    )
 
 
 def _told(error: BaseException | None) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -182,9 +183,19 @@ def test_one_group_of_processes(tmp_path):
     assert whole[:2] == (299, ("train.jsonl:8: loss is nan",))
 
 
-def test_a_killed_process_ends_the_job_with_one_line():
-    with pytest.raises(LostProcess, match="ended without a word") as caught:
-        in_processes(_one_is_killed, None, 2)
+def _the_other_complains(_):
+    with joined() as group:
+        group.gather(None)
+        if group.rank == 1:
+            os.kill(os.getpid(), 9)
+        time.sleep(0.1)
+        raise RuntimeError("connection reset by peer")
+
+
+@pytest.mark.parametrize("work", [_one_is_killed, _the_other_complains])
+def test_a_killed_process_ends_the_job_with_one_line(work):
+    with pytest.raises(LostProcess, match="process 1 of 2 ended without a word") as caught:
+        in_processes(work, None, 2)
     assert caught.value.exit_code == 8
     assert "\n" not in str(caught.value)
 
