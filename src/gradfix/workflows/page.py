@@ -109,7 +109,7 @@ def _statement(
     before, now = result.before["accuracy"], result.after["accuracy"]
     text = (
         f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
-        f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried; `gradfix compare` does that."
+        f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried: that is what gradfix compare is for."
     )
     return {
         "compared": False, "method": after["method"], "accuracy": now, "over_zero_shot": now - before,
