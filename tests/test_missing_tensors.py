@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 import gradfix
@@ -158,3 +158,14 @@ def test_reordered_tokens_under_another_prefix_are_read_row_by_row(tmp_path, mon
     monkeypatch.setattr(safetensors_file, "_read_range", counted)
     base.read("bert.embeddings.word_embeddings.weight")
     assert sum(read) == rows * width
+
+
+def test_a_weight_stored_as_integers_is_no_buffer(tmp_path):
+    states = [{"layer.weight": torch.ones(4, 3) * k, "scale": torch.tensor(float(k))} for k in (1, 2, 3)]
+    states[1]["scale"] = torch.tensor(5)
+    base, tuned, target = states
+    report = gradfix.transport_checkpoint(
+        base=base, tuned=tuned, target=target, out=tmp_path / "out", mask="none", alpha=0.5, force=True
+    )
+    assert report.tensors["scale"]["fate"] == "transported"
+    assert float(load_file(tmp_path / "out" / "model.safetensors")["scale"]) == 3 + 0.5 * (5 - 1)

@@ -71,7 +71,9 @@ def floating(checkpoint: Checkpoint, names: list[str]) -> list[str]:
 
 
 def _buffers(*checkpoints: Checkpoint) -> set[str]:
-    return {name for c in checkpoints for name in c.names() if is_buffer(name, c.info(name))}
+    """What is a buffer wherever it is stored; a weight that one file holds as integers is none."""
+    found = [(name, is_buffer(name, c.info(name))) for c in checkpoints for name in c.names()]
+    return {name for name, _ in found} - {name for name, buffer in found if not buffer}
 
 
 def _unrepeated(checkpoint: Checkpoint, names: set[str], originals: Iterable[str]) -> list[str]:
