@@ -30,7 +30,7 @@ from gradfix.fates import Fate, total
 from gradfix.moving import Mover
 from gradfix.pipeline import Content, Pipeline
 from gradfix.preflight import Plan, plan_transport
-from gradfix.tied import TiedBallot, TiedUpdate
+from gradfix.tied import TiedUpdate
 from gradfix.transported import add_scaled, share
 from gradfix.updates import Difference, Update
 from gradfix.votes.ballot import Ballot, OpenVotes
@@ -92,7 +92,7 @@ def transport_checkpoint(
     before, after = match_prefix(before, goal), match_prefix(after, goal)
     before, after, vocabulary = match_vocabulary(before, after, goal)
     plan = plan or plan_transport(before, after, goal, head=head, strict=strict)
-    ballot = TiedBallot(votes, mask, margin, seed, plan, goal)
+    ballot = Ballot(votes, mask, margin, seed, plan, goal)
     hashes = hashes or InputHashes([before, after, goal])
     job = _Job(
         before, after, goal, plan, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype,

@@ -34,10 +34,9 @@ from gradfix.registry import unknown
 from gradfix.stream import LEAST_KEPT, StreamReport, transport_checkpoint
 from gradfix.taskvector import TaskVector
 from gradfix.threads import ahead, one_thread
-from gradfix.tied import TiedBallot
 from gradfix.transported import share, transport
 from gradfix.updates import Piece
-from gradfix.votes.ballot import OpenVotes, consensus_of, open_votes
+from gradfix.votes.ballot import Ballot, OpenVotes, consensus_of, open_votes
 from gradfix.votes.tally import SignVotes
 
 MIXED_UP = "Check the base and tuned of this vector; force goes on all the same."
@@ -287,7 +286,7 @@ class _MergeJob:
     def mask_each(self, mask: str, margin: float | None, seed: int | None) -> None:
         for number, side in enumerate(self.sides):
             own = None if seed is None else mask_seed(seed, number)
-            side.ballot = TiedBallot(side.votes, mask, margin, own, self.plan, self.target)
+            side.ballot = Ballot(side.votes, mask, margin, own, self.plan, self.target)
 
     def consensus(self) -> OpenVotes | None:
         """The tasks' votes as one; a votes object shared by several vectors is one task's."""

@@ -45,7 +45,9 @@ def open_votes(votes: SignVotes | OpenVotes | str | os.PathLike[str], target: Ch
 
 
 class Ballot:
-    """What the mask is shown, piece by piece, under on-disk names."""
+    """What the mask is shown, piece by piece, under on-disk names.
+
+    Votes hold for all copies of a tied tensor, whichever of their names they were taken under."""
 
     def __init__(
         self,
@@ -61,6 +63,10 @@ class Ballot:
         self.source: Checkpoint | None = None
         self.count, self.target_hash = 0, None
         self.origin: dict[str, Any] = {}
+        self.copies: dict[str, list[str]] = {}  # of a tied tensor, under the name of its first
+        for copy, first in plan.tied.items():
+            self.copies[copy] = self.copies.setdefault(first, [first])
+            self.copies[first].append(copy)
         if self.rule.sees == "reference":
             raise UsageError(
                 "mask 'magnitude' needs gradients, which are not kept in votes files; use transport()."
@@ -104,7 +110,12 @@ class Ballot:
         return [self.mask, self.options, self.seed, self.count, content]
 
     def has(self, name: str) -> bool:
-        return self.source is None or name in self.source
+        return self.source is None or self._voted(name) in self.source
+
+    def _voted(self, name: str) -> str:
+        """The name a tensor was voted on under; random masks draw by the first of tied ones."""
+        names = self.copies.get(name, [name])
+        return next((n for n in names if self.source is None or n in self.source), names[0])
 
     def require(self, target: Checkpoint, hashes: InputHashes) -> None:
         """Refuse votes that were taken on other weights; cheap once the target has been read."""
@@ -117,8 +128,8 @@ class Ballot:
             sizes = (min(elements, count - first) for first in range(0, count, elements))
             return (torch.zeros(size, dtype=torch.int8) for size in sizes)
         if self.source is None:
-            return recut(random_directions(self.seed or 0, name, count), elements)
-        return self.source.chunks(name, elements)
+            return recut(random_directions(self.seed or 0, self._voted(name), count), elements)
+        return self.source.chunks(self._voted(name), elements)
 
 
 def _require(fingerprint: str, target: Checkpoint, files: Mapping[str, str] | None = None) -> None:
