@@ -102,8 +102,8 @@ def finetune_part(args: argparse.Namespace, model: str, task: str) -> None:
     from gradfix.checkpoints.open import open_checkpoint
     from gradfix.checkpoints.save import save_like
     from gradfix.data import load_data
-    from gradfix.finetuning import finetune
     from gradfix.tasks.base import TASKS as KINDS
+    from gradfix.training.finetuning import finetune
 
     source = args.fieldtest / "models" / model
     dataset = load_data(args.fieldtest / "tasks" / task)
@@ -123,8 +123,8 @@ def finetune_part(args: argparse.Namespace, model: str, task: str) -> None:
 
 def compare_part(args: argparse.Namespace, task: str, source: str, regime: str, seed: str) -> None:
     import gradfix.tasks  # noqa: F401
-    from gradfix.comparison.running import compare
-    from gradfix.comparison.searching import Search
+    from gradfix.methods.comparison import compare
+    from gradfix.methods.search import Search
 
     target = MODELS[1 - MODELS.index(source)]
     out = args.work / f"rows-{task}-{source}-{regime}-{seed}.jsonl"

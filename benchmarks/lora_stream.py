@@ -117,7 +117,7 @@ def memory(field: str) -> int:
 def measure(folder: Path) -> dict[str, Any]:
     import torch
 
-    from gradfix.stream import transport_checkpoint
+    from gradfix.stream.checkpoint import transport_checkpoint
 
     torch.set_num_threads(1)
     baseline = memory("VmRSS")

@@ -66,7 +66,7 @@ def make_files(folder: Path, layers: int) -> None:
 
 def merge_with_gradfix(folder: Path, method: str, out: Path) -> Any:
     sys.path.insert(0, str(ROOT / "src"))
-    from gradfix.merging.stream import Vector, merge_checkpoints
+    from gradfix.merging.folders import Vector, merge_checkpoints
 
     vectors = [Vector(folder / "base", folder / f"tuned{n + 1}") for n in range(COUNT)]
     trims: dict[str, Any] = {} if method == "task_arithmetic" else {"density": DENSITY}

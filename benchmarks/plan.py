@@ -166,7 +166,7 @@ def make(name: str, folder: Path) -> None:
 
 
 def options(name: str, folder: Path, target: str, engine: str) -> Any:
-    from gradfix.workflows.configs import VoteConfig
+    from gradfix.commands.configs import VoteConfig
 
     return VoteConfig(
         target=str(folder / target), data=str(folder / "data"), task=MODELS[name]["task"], shots=SHOTS,
@@ -176,7 +176,7 @@ def options(name: str, folder: Path, target: str, engine: str) -> Any:
 
 def tokens_of(name: str, folder: Path) -> int | None:
     """How long the examples are; an image's length is in the config."""
-    from gradfix.workflows.setting import draw, setting
+    from gradfix.commands.setting import draw, setting
 
     if "size" in MODELS[name]:
         return None
@@ -188,7 +188,7 @@ def tokens_of(name: str, folder: Path) -> int | None:
 
 def vote(name: str, folder: Path, engine: str) -> None:
     """The real run, after one on a tiny model: what is imported for it does not count as the vote's memory."""
-    from gradfix.workflows.voting import run_vote
+    from gradfix.commands.vote import run_vote
 
     begin, busy = time.perf_counter(), time.process_time()
     run_vote(options(name, folder, "tiny", engine))
@@ -206,8 +206,8 @@ def memory(field: str) -> int:
 
 
 def compare(name: str, engine: str, folder: Path) -> dict[str, Any]:
-    from gradfix.workflows.configs import PlanConfig
-    from gradfix.workflows.planning import run_plan
+    from gradfix.commands.configs import PlanConfig
+    from gradfix.commands.plan import run_plan
 
     classes = 3 if "size" in MODELS[name] else 2
     asked = PlanConfig(target=str(folder / "target"), shots=SHOTS, classes=classes, engine=engine,

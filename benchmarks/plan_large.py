@@ -40,8 +40,8 @@ def walked(name: str) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig
 
-    from gradfix.planning import Shape
-    from gradfix.workflows.rehearsal import Rehearsal
+    from gradfix.commands.rehearsal import Rehearsal
+    from gradfix.votes.needs import Shape
 
     sizes = SHAPES[name]
     config = LlamaConfig(
@@ -67,7 +67,7 @@ def main() -> None:
     heal_torchvision()
     import torch
 
-    from gradfix.planning import EFFICIENCY, GIB, Pace, plan_vote
+    from gradfix.votes.needs import EFFICIENCY, GIB, Pace, plan_vote
 
     rows = []
     for name, cluster, card, devices, mode in CLUSTERS:

@@ -52,9 +52,9 @@ def run_part(folder: str, pair: str, regime: str, shots: str, seed: str) -> None
     from gradfix._compat import heal_torchvision
 
     heal_torchvision()
-    from gradfix.comparison.running import compare
-    from gradfix.comparison.searching import Search
     from gradfix.data import load_data
+    from gradfix.methods.comparison import compare
+    from gradfix.methods.search import Search
 
     torch.set_num_threads(1)
     search = replace(Search.quick(), rates=(1e-4, 3e-4, 1e-3), steps=(10, 20, 40))

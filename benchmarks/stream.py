@@ -96,7 +96,7 @@ def uncached_copies(folder: Path, out: Path) -> Any:
 
 
 def gradfix_stream(folder: Path, out: Path) -> Any:
-    from gradfix.stream import transport_checkpoint
+    from gradfix.stream.checkpoint import transport_checkpoint
 
     roles = {role: folder / role for role in ("base", "tuned", "target")}
     return lambda: transport_checkpoint(

@@ -44,7 +44,7 @@ def compile_tiles(job: tuple[str, tuple[int, ...]]) -> str | None:
     """Fill the on-disk cache from a process of its own; the reason where a tile does not compile."""
     import torch
 
-    from gradfix.votes import kernels
+    from gradfix.votes.batched import kernels
 
     kind, tiles = job
     left, right = _case((4, 64, 256, 256), torch.bfloat16 if kind == "16" else torch.float32)
@@ -63,7 +63,7 @@ def check(report: dict[str, Any]) -> None:
     """Integer inputs, so that every product is exact and every sign must agree with float64."""
     import torch
 
-    from gradfix.votes import kernels
+    from gradfix.votes.batched import kernels
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in ((7, 37, 96, 160), (130, 50, 256, 384), (5, 16, 64, 72), (9, 197, 768, 256)):
@@ -115,7 +115,7 @@ def _rates(shape: tuple[int, int, int, int], dtype: Any, table: list[Any]) -> di
     import torch
     from triton.testing import do_bench
 
-    from gradfix.votes import kernels
+    from gradfix.votes.batched import kernels
 
     samples, tokens, rows, columns = shape
     left, right = _case(shape, dtype)

@@ -6,8 +6,8 @@ import torch
 
 import gradfix
 from gradfix import pocket
-from gradfix.comparison.searching import Search
 from gradfix.data import load_data
+from gradfix.methods.search import Search
 from gradfix.report import write_report
 
 torch.set_num_threads(1)

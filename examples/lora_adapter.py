@@ -6,8 +6,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from gradfix import pocket
-from gradfix.workflows.configs import TransportConfig
-from gradfix.workflows.transporting import run_transport
+from gradfix.commands.configs import TransportConfig
+from gradfix.commands.transport import run_transport
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

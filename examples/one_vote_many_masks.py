@@ -4,7 +4,7 @@ import torch
 
 import gradfix
 from gradfix import pocket
-from gradfix.masks import mask
+from gradfix.vectors.masks import mask
 
 
 @mask("half_ties")

@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradfix.merging.bundles import Place
+from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.merging.recipes import from_mergekit
 from gradfix.merging.rules import _uniform
-from gradfix.merging.stream import Vector, merge_checkpoints
-from gradfix.taskvector import TaskVector
+from gradfix.vectors.taskvector import TaskVector
 
 SEED = 7
 COUNT = 3

@@ -41,7 +41,7 @@ def names_of(name: str) -> dict[str, Any]:
     names: dict[str, Any] = {"torch": torch, "gradfix": gradfix}
     if name == "readme":
         from gradfix.data import load_data
-        from gradfix.scoring import evaluate
+        from gradfix.tasks.scoring import evaluate
         from gradfix.tasks.zero_shot import ZeroShot
 
         dataset = load_data("my-data")

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradfix.best.distil import (
+from gradfix.errors import DataError, UsageError
+from gradfix.methods.comparison import compare
+from gradfix.methods.trial import restored
+from gradfix.tasks.base import Bound
+from gradfix.training.best import Best, best, remembered
+from gradfix.training.distil import (
     Lesson,
     Recipe,
     answers,
@@ -21,15 +26,10 @@ from gradfix.best.distil import (
     typical_size,
     unbiased_divergence,
 )
-from gradfix.best.recipe import Best, best, remembered
-from gradfix.best.remix import remix, splice_words
-from gradfix.best.teacher import teacher_of
-from gradfix.comparison.arena import restored
-from gradfix.comparison.running import compare
-from gradfix.errors import DataError, UsageError
-from gradfix.tasks.base import Bound
-from gradfix.taskvector import TaskVector
-from gradfix.transported import apply
+from gradfix.training.remix import remix, splice_words
+from gradfix.training.teacher import teacher_of
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
 
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradfix.card import card, hub_id, safe
+from gradfix.stream.card import card, hub_id, safe
 
 HOSTILE = [
     "<script>alert(1)</script>",

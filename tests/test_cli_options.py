@@ -10,7 +10,7 @@ import pytest
 
 from gradfix.cli import run
 from gradfix.cli.options import expand_lists
-from gradfix.workflows.configs import CompareConfig
+from gradfix.commands.configs import CompareConfig
 from tests.stage import setup
 
 TRIO = ["--base", "bert-old", "--tuned", "bert-old-reviews", "--target", "bert-new"]
@@ -142,7 +142,7 @@ def recipe(here: Path, **more: object) -> str:
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
 def test_merge_sees_an_occupied_output_before_it_works(dry, here, capsys, monkeypatch):
-    from gradfix.workflows import merging
+    from gradfix.commands import merge as merging
 
     monkeypatch.setattr(merging, "setting", lambda *_: pytest.fail("data was read first"))
     Path("merged").mkdir()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gradfix.cli import run
-from gradfix.comparison.examples import changed_examples
-from gradfix.comparison.verdicts import judge
+from gradfix.methods.changed import changed_examples
+from gradfix.methods.verdicts import judge
 from tests.stage import setup, texts, tune
 
 FAMILIES = {

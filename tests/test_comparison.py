@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from arenas import LABELS, dataset, rows, setting
-from gradfix.comparison import running
-from gradfix.comparison.arena import Arena
-from gradfix.comparison.costs import Work
-from gradfix.comparison.methods import METHODS
-from gradfix.comparison.results import Results
-from gradfix.comparison.running import compare
-from gradfix.comparison.searching import Score, Search, Setting
 from gradfix.data import load_data
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
-from gradfix.taskvector import TaskVector
+from gradfix.methods import comparison as running
+from gradfix.methods.comparison import compare
+from gradfix.methods.methods import METHODS
+from gradfix.methods.results import Results
+from gradfix.methods.search import Score, Search, Setting
+from gradfix.methods.trial import Arena
+from gradfix.training.costs import Work
+from gradfix.vectors.taskvector import TaskVector
 
 SMALL = Search(alphas=(0.5, 1.0), wider=(2.0,), probes=(1.0,), margins=(0.0, 0.5, 1.0), rates=(1e-3, 1e-2),
                steps=(2, 4), folds=3)  # fmt: skip
@@ -206,7 +206,7 @@ def test_what_was_said_on_the_way_is_said_again(given, tmp_path):
         inputs = {**given, "target_tuned": None}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "gradfix.comparison.references.tuned_target",
+                "gradfix.methods.references.tuned_target",
                 lambda *_: (TaskVector.between(start, stray), Work()),
             )
             return run(inputs, **options)
@@ -238,7 +238,7 @@ def test_another_setting_reads_no_old_unit(given, tmp_path):
 
 def test_costs_count_the_passes(given, validated):
     """Measured FLOPs of GradFix: the vote, and every alpha on the validation split."""
-    from gradfix.comparison.costs import flops
+    from gradfix.training.costs import flops
 
     parameters = sum(p.numel() for p in given["target"].model.parameters())
     row = next(row for row in validated.rows if row["method"] == "gradfix")

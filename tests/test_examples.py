@@ -28,7 +28,7 @@ def test_there_are_six_and_each_is_short():
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
-    from gradfix.masks import MASKS
+    from gradfix.vectors.masks import MASKS
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(MASKS, "_entries", dict(MASKS._entries))  # an example may register one of its own

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gradfix.cli import run
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
 from tests.tiny import save_tiny, toy_images, toy_texts, write_rows
 
 

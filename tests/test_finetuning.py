@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradfix import finetuning
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
-from gradfix.finetuning import SCHEDULES, Recipe, finetune, one_step, tuned_few_shot
-from gradfix.scoring import evaluate
 from gradfix.tasks import TASKS, Bound
+from gradfix.tasks.scoring import evaluate
+from gradfix.training import finetuning
+from gradfix.training.finetuning import SCHEDULES, Recipe, finetune, one_step, tuned_few_shot
 from tiny import TEXT_LABELS, save_tiny, toy_texts
 
 ROWS = toy_texts(24)

@@ -109,8 +109,8 @@ def test_objects_show_themselves_in_a_notebook(clean):
     import torch
 
     import gradfix
-    from gradfix.comparison.results import Results
-    from gradfix.scale import ScaleCurve
+    from gradfix.methods.results import Results
+    from gradfix.vectors.scale import ScaleCurve
     from tests.test_results import BASE, row
 
     evil = "<script>alert(1)</script>"

@@ -16,7 +16,7 @@ import yaml
 
 from gradfix.cli import run
 from gradfix.cli.options import settle
-from gradfix.workflows.configs import (
+from gradfix.commands.configs import (
     INITIALISED,
     CompareConfig,
     InitConfig,
@@ -24,7 +24,7 @@ from gradfix.workflows.configs import (
     PushConfig,
     TransportConfig,
 )
-from gradfix.workflows.starting import COMMANDS, RECIPE, run_init
+from gradfix.commands.init import COMMANDS, RECIPE, run_init
 from tests.stage import setup
 
 TRIO = {"base": ("a",), "tuned": ("b",), "target": "c"}
@@ -235,7 +235,7 @@ DRY = {
 
 @pytest.mark.parametrize("command", sorted(DRY))
 def test_a_dry_run_checks_and_writes_nothing(command, moved, capsys):
-    from gradfix.comparison.results import Results
+    from gradfix.methods.results import Results
     from tests.test_results import BASE
 
     Results.build(BASE, versions={}).save("results.json")
@@ -324,7 +324,7 @@ def test_ctrl_c_says_how_to_go_on(stage):
 
 INTERRUPT = f"""
 import os, signal, sys, threading
-import gradfix.finetuning as f
+import gradfix.training.finetuning as f
 from gradfix.cli import main
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that on
 step = f.finetune

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradfix.errors import UsageError
-from gradfix.masks import MASKS
-from gradfix.taskvector import TaskVector
-from gradfix.transported import random_like, transport
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.masks import MASKS
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import random_like, transport
 
 seeds = st.integers(0, 2**31)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import gradfix
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
+from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.merging.memory import MERGES, mask_then_merge, merge, merge_then_mask
-from gradfix.merging.stream import Vector, merge_checkpoints
-from gradfix.taskvector import TaskVector
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
 
 SHAPES = {
     "embed.weight": (40, 30),

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gradfix
-import gradfix.workflows.merging as workflow
+import gradfix.commands.merge as workflow
 from gradfix.cli import run
+from gradfix.commands.configs import MergeConfigOptions
+from gradfix.commands.merge import run_merge, run_merge_command
 from gradfix.errors import DataError, OutputError, UsageError
+from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.merging.recipes import load_recipe
-from gradfix.merging.stream import Vector, merge_checkpoints
-from gradfix.workflows.configs import MergeConfigOptions
-from gradfix.workflows.merging import run_merge, run_merge_command
 from tiny import save_tiny, toy_texts, write_rows
 
 
@@ -97,8 +97,8 @@ def test_sources_of_one_task_share_the_votes(
 def test_the_scored_model_is_the_written_one(tmp_path: Path, world: dict[str, Path]) -> None:
     path = _recipe(tmp_path, world, out=str(tmp_path / "out"), alpha=1.0, method="task_arithmetic")
     result = run_merge(load_recipe(path))
-    from gradfix.workflows.configs import EvaluateConfig
-    from gradfix.workflows.scoring import run_evaluate
+    from gradfix.commands.configs import EvaluateConfig
+    from gradfix.commands.evaluate import run_evaluate
 
     for data, scores in result.tasks.items():
         again = run_evaluate(

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.merging.recipes import from_mergekit, load_recipe
-from gradfix.yamlfile import load_yaml
+from gradfix.system.yamlfile import load_yaml
 
 RECIPE = """
 target: new-base

@@ -21,9 +21,9 @@ import gradfix.merging.memory
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.merging.memory import MERGES, consensus, mask_then_merge, merge, merge_then_mask
 from gradfix.merging.ranks import magnitudes_at
-from gradfix.taskvector import TaskVector
-from gradfix.transported import transport
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import transport
 
 SHAPES = {"layer.0.weight": (7, 11), "layer.0.bias": (7,), "layer.1.weight": (3, 4, 5), "scale": ()}
 RANDOM = [name for name in MERGES if "seed" in MERGES[name].options]

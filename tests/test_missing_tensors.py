@@ -16,7 +16,7 @@ from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.prefix import match_prefix
 from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
-from gradfix.merging.stream import Vector, merge_checkpoints
+from gradfix.merging.folders import Vector, merge_checkpoints
 from trio import read_folder
 
 BUFFERS = {

@@ -41,7 +41,7 @@ def _python(site, *words: str, **options) -> subprocess.CompletedProcess[str]:
 USE = """
 import torch
 from gradfix import MASKS, TASKS, collect_votes
-from gradfix.votes.rules import RULES, rule_for
+from gradfix.votes.batched.layers import RULES, rule_for
 
 assert "half_ties" in MASKS and MASKS["half_ties"].sees == "direction"
 assert "smoothed" in TASKS and "prelu" in RULES

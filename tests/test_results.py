@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gradfix.comparison.results import Results, recovered
-from gradfix.comparison.verdicts import judge
 from gradfix.errors import CorruptInput, UsageError
+from gradfix.methods.results import Results, recovered
+from gradfix.methods.verdicts import judge
 
 
 def row(method: str, accuracy: float, validation: float, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradfix.errors import DataError, UsageError
-from gradfix.selection import SELECTORS, select
+from gradfix.vectors.selection import SELECTORS, select
 
 
 def clouds(seed: int, classes: int = 3, each: int = 20, width: int = 6) -> tuple[torch.Tensor, list[str]]:

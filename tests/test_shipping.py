@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from gradfix.cli import run
-from gradfix.comparison.methods import METHODS
-from gradfix.comparison.searching import Search
+from gradfix.commands.configs import CompareConfig, TransportConfig
+from gradfix.commands.shipping import SHIPPED, ship_command, spelled_out
 from gradfix.errors import UsageError
-from gradfix.workflows.configs import CompareConfig, TransportConfig
-from gradfix.workflows.shipping import SHIPPED, ship_command, spelled_out
+from gradfix.methods.methods import METHODS
+from gradfix.methods.search import Search
 from tests.stage import setup
 
 INPUTS = {
@@ -46,7 +46,7 @@ def transport(out: str, *options: str) -> dict[str, torch.Tensor]:
 
 
 def test_every_shipped_method_is_one_of_compare() -> None:
-    import gradfix.comparison.running  # noqa: F401  fills the registry
+    import gradfix.methods.comparison  # noqa: F401  fills the registry
 
     assert set(SHIPPED) <= set(METHODS)
 
@@ -133,7 +133,7 @@ def test_alpha_and_margin_are_those_of_the_comparison(
 ) -> None:
     monkeypatch.chdir(folder)
     for user in ("arena", "running"):  # fewer points, the same rules
-        monkeypatch.setattr(f"gradfix.comparison.{user}.Search", Search.quick)
+        monkeypatch.setattr(f"gradfix.methods.{user}.Search", Search.quick)
     words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
     words += ["--shots", "4", "-q"] + (["--validation", "none"] if validation == "none" else [])
     file = f"both-{validation}.json"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import gradfix
 from gradfix.cli import run
 from gradfix.errors import IncompatibleCheckpoints
-from gradfix.merging.stream import Vector, merge_checkpoints
-from gradfix.stream import write_update
-from gradfix.votes.tally import SignVotes
+from gradfix.merging.folders import Vector, merge_checkpoints
+from gradfix.stream.checkpoint import write_update
+from gradfix.vectors.signvotes import SignVotes
 from tests.scale.interrupting import content, interrupt
 from tests.tiny import _llama_shape, save_tokenizer
 from trio import read_folder

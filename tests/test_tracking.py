@@ -13,7 +13,7 @@ from tests.test_init_push import DRY
 
 
 def results():
-    from gradfix.comparison.results import Results
+    from gradfix.methods.results import Results
     from tests.test_results import BASE
 
     curve = {
@@ -31,7 +31,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from gradfix.tracking import track
+    from gradfix.report.tracking import track
 
     track(results(), f"tensorboard:{tmp_path}")
     events = EventAccumulator(str(tmp_path))
@@ -45,7 +45,7 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_other_trackers_get_runs_and_steps(name, monkeypatch):
-    from gradfix import tracking
+    from gradfix.report import tracking
 
     log = []
     client = types.SimpleNamespace(
@@ -73,6 +73,8 @@ def test_other_trackers_get_runs_and_steps(name, monkeypatch):
 def test_a_tracker_is_checked_before_the_work(spec, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     setup("bert-zero-shot", tmp_path)
-    monkeypatch.setattr("gradfix.tracking.find_spec", lambda package: None if package == "trackio" else True)
+    monkeypatch.setattr(
+        "gradfix.report.tracking.find_spec", lambda package: None if package == "trackio" else True
+    )
     assert run(["compare", *DRY["compare"].split(), "--track", spec]) == 2
     assert message in capsys.readouterr().err

@@ -14,8 +14,8 @@ from gradfix.errors import (
     CorruptInput,
     IncompatibleCheckpoints,
 )
-from gradfix.stream import write_update
-from gradfix.votes.tally import SignVotes
+from gradfix.stream.checkpoint import write_update
+from gradfix.vectors.signvotes import SignVotes
 from tests.stage import setup
 from trio import SHAPES, draw_state, draw_votes, make_trio, read_folder, save_folder
 
@@ -32,9 +32,9 @@ def trio(tmp_path):
 )
 @pytest.mark.parametrize("shards", [1, 3])
 def test_stream_equals_memory_bit_for_bit(tmp_path, monkeypatch, dtype, mask, options, shards):
-    monkeypatch.setattr("gradfix.updates.CHUNK", 500)
-    monkeypatch.setattr("gradfix.updates.BLOCK", 300)
-    monkeypatch.setattr("gradfix.transported.CHUNK", 1000)
+    monkeypatch.setattr("gradfix.stream.updates.CHUNK", 500)
+    monkeypatch.setattr("gradfix.stream.updates.BLOCK", 300)
+    monkeypatch.setattr("gradfix.vectors.transported.CHUNK", 1000)
     base, target = draw_state(0, dtype), draw_state(1, dtype)
     tuned = {
         n: (v.float() + 0.05 * torch.randn(v.shape, generator=torch.Generator().manual_seed(5))).to(dtype)

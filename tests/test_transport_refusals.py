@@ -14,7 +14,7 @@ from gradfix.errors import (
     UnsafeResult,
     UsageError,
 )
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
 from trio import draw_state, draw_votes, make_trio, read_folder, save_folder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
 
 SHAPES = {
     "layers.0.weight": (300, 70),

@@ -16,30 +16,30 @@ _HOMES = {
     "Checkpoint": "gradfix.checkpoints.open",
     "ENGINES": "gradfix.votes.collect",
     "GradfixError": "gradfix.errors",
-    "MASKS": "gradfix.masks",
+    "MASKS": "gradfix.vectors.masks",
     "MERGES": "gradfix.merging.memory",
-    "SELECTORS": "gradfix.selection",
+    "SELECTORS": "gradfix.vectors.selection",
     "TASKS": "gradfix.tasks.base",
-    "ScaleCurve": "gradfix.scale",
-    "SignVotes": "gradfix.votes.tally",
-    "TaskVector": "gradfix.taskvector",
-    "Transported": "gradfix.transported",
-    "apply": "gradfix.transported",
+    "ScaleCurve": "gradfix.vectors.scale",
+    "SignVotes": "gradfix.vectors.signvotes",
+    "TaskVector": "gradfix.vectors.taskvector",
+    "Transported": "gradfix.vectors.transported",
+    "apply": "gradfix.vectors.transported",
     "collect_gradient": "gradfix.votes.collect",
     "collect_votes": "gradfix.votes.collect",
-    "compare": "gradfix.comparison.running",
+    "compare": "gradfix.methods.comparison",
     "consensus": "gradfix.merging.memory",
-    "evaluate": "gradfix.scoring",
-    "finetune": "gradfix.finetuning",
+    "evaluate": "gradfix.tasks.scoring",
+    "finetune": "gradfix.training.finetuning",
     "mask_then_merge": "gradfix.merging.memory",
     "merge": "gradfix.merging.memory",
-    "merge_checkpoints": "gradfix.merging.stream",
+    "merge_checkpoints": "gradfix.merging.folders",
     "merge_then_mask": "gradfix.merging.memory",
     "open_checkpoint": "gradfix.checkpoints.open",
-    "search_scale": "gradfix.scale",
-    "select": "gradfix.selection",
-    "transport": "gradfix.transported",
-    "transport_checkpoint": "gradfix.stream",
+    "search_scale": "gradfix.vectors.scale",
+    "select": "gradfix.vectors.selection",
+    "transport": "gradfix.vectors.transported",
+    "transport_checkpoint": "gradfix.stream.checkpoint",
     "verify": "gradfix.checkpoints.write",
 }
 
@@ -65,28 +65,28 @@ if TYPE_CHECKING:
     from gradfix.checkpoints.open import Checkpoint as Checkpoint
     from gradfix.checkpoints.open import open_checkpoint as open_checkpoint
     from gradfix.checkpoints.write import verify as verify
-    from gradfix.comparison.running import compare as compare
     from gradfix.errors import GradfixError as GradfixError
-    from gradfix.finetuning import finetune as finetune
-    from gradfix.masks import MASKS as MASKS
+    from gradfix.merging.folders import merge_checkpoints as merge_checkpoints
     from gradfix.merging.memory import MERGES as MERGES
     from gradfix.merging.memory import consensus as consensus
     from gradfix.merging.memory import mask_then_merge as mask_then_merge
     from gradfix.merging.memory import merge as merge
     from gradfix.merging.memory import merge_then_mask as merge_then_mask
-    from gradfix.merging.stream import merge_checkpoints as merge_checkpoints
-    from gradfix.scale import ScaleCurve as ScaleCurve
-    from gradfix.scale import search_scale as search_scale
-    from gradfix.scoring import evaluate as evaluate
-    from gradfix.selection import SELECTORS as SELECTORS
-    from gradfix.selection import select as select
-    from gradfix.stream import transport_checkpoint as transport_checkpoint
+    from gradfix.methods.comparison import compare as compare
+    from gradfix.stream.checkpoint import transport_checkpoint as transport_checkpoint
     from gradfix.tasks.base import TASKS as TASKS
-    from gradfix.taskvector import TaskVector as TaskVector
-    from gradfix.transported import Transported as Transported
-    from gradfix.transported import apply as apply
-    from gradfix.transported import transport as transport
+    from gradfix.tasks.scoring import evaluate as evaluate
+    from gradfix.training.finetuning import finetune as finetune
+    from gradfix.vectors.masks import MASKS as MASKS
+    from gradfix.vectors.scale import ScaleCurve as ScaleCurve
+    from gradfix.vectors.scale import search_scale as search_scale
+    from gradfix.vectors.selection import SELECTORS as SELECTORS
+    from gradfix.vectors.selection import select as select
+    from gradfix.vectors.signvotes import SignVotes as SignVotes
+    from gradfix.vectors.taskvector import TaskVector as TaskVector
+    from gradfix.vectors.transported import Transported as Transported
+    from gradfix.vectors.transported import apply as apply
+    from gradfix.vectors.transported import transport as transport
     from gradfix.votes.collect import ENGINES as ENGINES
     from gradfix.votes.collect import collect_gradient as collect_gradient
     from gradfix.votes.collect import collect_votes as collect_votes
-    from gradfix.votes.tally import SignVotes as SignVotes

@@ -21,8 +21,8 @@ from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import Part, open_checkpoint
 from gradfix.checkpoints.prefix import Renamed
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
-from gradfix.merging.stream import Vector, merge_checkpoints
-from gradfix.votes.tally import SignVotes
+from gradfix.merging.folders import Vector, merge_checkpoints
+from gradfix.vectors.signvotes import SignVotes
 
 SHAPES = {"a": (20, 30), "b": (7,), "c": (11, 3)}
 

@@ -17,9 +17,9 @@ from gradfix.checkpoints.lora import flat_product, open_adapter
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import CorruptInput, GradfixError, IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.stream import transport_checkpoint
-from gradfix.taskvector import TaskVector
-from gradfix.votes.tally import SignVotes
+from gradfix.stream.checkpoint import transport_checkpoint
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
 from tiny import _llama_shape, save_tiny
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -160,7 +160,7 @@ def test_an_adapter_over_a_headless_model_finds_its_layers(
 
 
 def test_a_new_head_is_an_extra_tensor(bases: Callable[[str], Path], tmp_path: Path) -> None:
-    from gradfix.preflight import plan_transport
+    from gradfix.checkpoints.trio import plan_transport
 
     model = load(bases("bert"), "SequenceClassification")
     train_adapter(model, tmp_path / "lora", target_modules=["query"], task_type="SEQ_CLS")

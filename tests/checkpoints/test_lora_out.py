@@ -24,8 +24,8 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import verify
 from gradfix.errors import IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
-from gradfix.taskvector import TaskVector
-from gradfix.transported import apply
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import apply
 from tiny import TEXT_LABELS, _llama_shape, save_tiny, toy_texts, write_rows
 
 FAMILIES = {
@@ -237,8 +237,8 @@ def test_the_folder_says_where_it_comes_from(targets: Callable[[str], Path], tmp
 def test_the_command_writes_an_adapter_for_the_target(targets: Callable[[str], Path], tmp_path: Path) -> None:
     from peft import PeftModel
 
-    from gradfix.workflows.configs import TransportConfig
-    from gradfix.workflows.transporting import run_transport
+    from gradfix.commands.configs import TransportConfig
+    from gradfix.commands.transport import run_transport
 
     base, target = targets("bert"), save_tiny("bert", tmp_path / "target", seed=1)
     train_adapter(load(base, ""), tmp_path / "tuned", target_modules=["query", "dense"])

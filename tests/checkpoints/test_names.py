@@ -11,7 +11,7 @@ from torch import nn
 from gradfix.checkpoints.names import Part, name_map, votes_to_disk
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import IncompatibleCheckpoints
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
 from tiny import _BERT, VOCAB, _llama_shape, save_tiny
 
 LOADERS = {

@@ -15,9 +15,9 @@ from adapters import load, train_adapter
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.vocabulary import MatchedRows, match_rows, match_vocabulary, read_vocabulary
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
-from gradfix.stream import transport_checkpoint
-from gradfix.taskvector import TaskVector
-from gradfix.votes.tally import SignVotes
+from gradfix.stream.checkpoint import transport_checkpoint
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
 from tiny import VOCAB, save_tiny
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from arenas import NumbersBound, network, rows, trained
-from gradfix.comparison.arena import Arena
-from gradfix.comparison.searching import Search
 from gradfix.errors import IncompatibleCheckpoints
 from gradfix.experiments.suite import Estimate, Grid, Scene, Side, Suite
-from gradfix.taskvector import TaskVector
+from gradfix.methods.search import Search
+from gradfix.methods.trial import Arena
+from gradfix.vectors.taskvector import TaskVector
 
 GRID = Grid(
     budgets=(1, 3),

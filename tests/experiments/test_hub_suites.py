@@ -10,8 +10,7 @@ import pytest
 from experiments.stand_ins import write_dataset
 from gradfix import pocket
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.comparison.methods import METHODS
-from gradfix.comparison.searching import Search
+from gradfix.commands.configs import ReproduceConfig
 from gradfix.data import few_shot
 from gradfix.errors import DataError
 from gradfix.experiments import catalogue, plan_reproduce, run_reproduce
@@ -19,8 +18,9 @@ from gradfix.experiments.catalogue import IMAGENET_R, TEXT, VISION, load
 from gradfix.experiments.hub_suites import OPEN_CLIP, T5, HubSuite, OpenClipSuite, T5Suite
 from gradfix.experiments.pocket_suite import PocketSuite
 from gradfix.experiments.suite import Grid
-from gradfix.finetuning import Recipe
-from gradfix.workflows.configs import ReproduceConfig
+from gradfix.methods.methods import METHODS
+from gradfix.methods.search import Search
+from gradfix.training.finetuning import Recipe
 from tiny import save_tiny
 
 SMALL = Recipe(steps=2, batch_size=4, lr=1e-3, warmup=0)

@@ -11,12 +11,12 @@ import pytest
 from experiments.miniature import SHIFTS, Miniature
 from gradfix import pocket
 from gradfix.cli import run
-from gradfix.comparison.methods import METHODS
+from gradfix.commands.configs import ReproduceConfig
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.experiments import EXPERIMENTS, Reproduction, paper, plan_reproduce, run_reproduce
 from gradfix.experiments.lab import MEASURES
 from gradfix.experiments.tables import FAILS, HOLDS, PARTLY, Claim, overall, verdict
-from gradfix.workflows.configs import ReproduceConfig
+from gradfix.methods.methods import METHODS
 
 FIGURES = {"alpha_sensitivity", "sign_agreement", "subset_selection"}
 

@@ -178,8 +178,8 @@ def _(world: World) -> list[str]:
 def _(world: World) -> list[str]:
     from gradfix.checkpoints.folder import target_fingerprint
     from gradfix.checkpoints.open import open_checkpoint
-    from gradfix.taskvector import TaskVector
-    from gradfix.votes.tally import SignVotes
+    from gradfix.vectors.signvotes import SignVotes
+    from gradfix.vectors.taskvector import TaskVector
 
     tau = TaskVector.between(world.base, world.tuned)
     against = {name: (-delta.sign()).to(torch.int8) for name, delta in tau.items()}
@@ -190,7 +190,7 @@ def _(world: World) -> list[str]:
 
 @fault("votes of another target", 4, r"the votes were taken on other weights than .*target.*Vote again")
 def _(world: World) -> list[str]:
-    from gradfix.votes.tally import SignVotes
+    from gradfix.vectors.signvotes import SignVotes
 
     votes = {DENSE: torch.ones(32, 48, dtype=torch.int8)}
     SignVotes(votes, 1, target_hash="files:0").save(world.home / "v.safetensors")

@@ -333,7 +333,7 @@ def fresh(home: Path) -> None:
 def main(tool: str, folder: Path) -> dict[str, Any]:
     if tool == "gradfix":
         import gradfix.cli.commands
-        import gradfix.workflows.merging  # noqa: F401
+        import gradfix.commands.merge  # noqa: F401
     elif tool == "mergekit":
         import mergekit.merge  # noqa: F401
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import pytest
 
 import gradfix
 from gradfix.errors import OutputError
-from gradfix.merging.stream import Vector, merge_checkpoints
+from gradfix.merging.folders import Vector, merge_checkpoints
 from tests.reliability.world import hashes
 from tests.trio import draw_votes, make_trio
 

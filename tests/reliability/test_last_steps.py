@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gradfix
-import gradfix.pipeline
+import gradfix.stream.pipeline
 from gradfix.checkpoints import write
 from gradfix.checkpoints.journal import JOURNAL, Journal
 from gradfix.errors import OutputError
@@ -33,14 +33,16 @@ def stop(*_: object) -> None:
 
 def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     moved: list[str] = []
-    real = gradfix.pipeline.Pipeline._move
+    real = gradfix.stream.pipeline.Pipeline._move
     monkeypatch.setattr(
-        gradfix.pipeline.Pipeline, "_move", lambda self, *a: moved.append(a[0]) or real(self, *a)
+        gradfix.stream.pipeline.Pipeline, "_move", lambda self, *a: moved.append(a[0]) or real(self, *a)
     )
     return moved
 
 
-@pytest.mark.parametrize("last", ["gradfix.stream.copy_side_files", "gradfix.checkpoints.write.seal"])
+@pytest.mark.parametrize(
+    "last", ["gradfix.stream.checkpoint.copy_side_files", "gradfix.checkpoints.write.seal"]
+)
 def test_a_kill_after_the_last_tensor_computes_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -85,7 +87,7 @@ def test_a_torn_line_does_not_take_later_ones_with_it(
         file.write(b'0123456789abcdef {"file": "model-0')
     before = len(Journal(staging).tensors("model-00001-of-00003.safetensors"))
     with monkeypatch.context() as patch:
-        patch.setattr("gradfix.stream.copy_side_files", stop)
+        patch.setattr("gradfix.stream.checkpoint.copy_side_files", stop)
         interrupted(roles, tmp_path / "out")
     moved = count_moves(monkeypatch)
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")

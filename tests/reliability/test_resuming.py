@@ -15,7 +15,7 @@ from torch import nn
 import gradfix
 from gradfix.data import load_data
 from gradfix.errors import CorruptInput
-from gradfix.votes.loop import samples
+from gradfix.votes.engines.loop import samples
 from tests.reliability.world import World, rewrite, say
 from tests.scale.interrupting import interrupt
 from tests.torture.crashes import relative, three
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tensors abstained")
 
 def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted transport goes on after its last finished shard and ends in the same bits."""
-    import gradfix.pipeline
+    import gradfix.stream.pipeline
 
     roles = three(tmp_path)
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "whole")
@@ -40,9 +40,9 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pyte
         gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out", progress=dying)
     assert not (tmp_path / "out").exists()
     begun: list[str] = []
-    real = gradfix.pipeline.Pipeline._tensor
+    real = gradfix.stream.pipeline.Pipeline._tensor
     monkeypatch.setattr(
-        gradfix.pipeline.Pipeline,
+        gradfix.stream.pipeline.Pipeline,
         "_tensor",
         lambda self, *which: begun.append(which[1]) or real(self, *which),
     )
@@ -55,17 +55,17 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pyte
 def test_a_changed_input_is_not_taken_for_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gradfix.pipeline
+    import gradfix.stream.pipeline
 
     roles = three(tmp_path)
-    real, calls = gradfix.pipeline.Pipeline._tensor, iter(range(100))
+    real, calls = gradfix.stream.pipeline.Pipeline._tensor, iter(range(100))
 
     def dying(self, file, name, *rest):
         if next(calls) == 4:
             raise KeyboardInterrupt
         return real(self, file, name, *rest)
 
-    monkeypatch.setattr(gradfix.pipeline.Pipeline, "_tensor", dying)
+    monkeypatch.setattr(gradfix.stream.pipeline.Pipeline, "_tensor", dying)
     with pytest.raises(KeyboardInterrupt):
         gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")
     state = load_file(roles["tuned"] / "model.safetensors")
@@ -172,8 +172,8 @@ def test_a_frozen_weight_is_part_of_a_votes_identity(tmp_path: Path, monkeypatch
 
 def test_compare_keeps_units_of_other_task_settings_apart(world: World) -> None:
     """Pooling changes every number: a work folder of one must not answer for the other."""
-    from gradfix.comparison.inputs import Inputs
-    from gradfix.comparison.searching import Search
+    from gradfix.methods.inputs import Inputs
+    from gradfix.methods.search import Search
     from gradfix.tasks.zero_shot import ZeroShot
 
     def identity(**options: object) -> dict:

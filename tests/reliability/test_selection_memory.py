@@ -7,7 +7,7 @@ import tracemalloc
 import kmedoids  # noqa: F401  imported before memory is counted
 import numpy as np
 
-from gradfix.selection import select
+from gradfix.vectors.selection import select
 
 
 def test_medoids_hold_one_float32_matrix() -> None:

@@ -19,7 +19,7 @@ import torch
 import gradfix
 from gradfix.checkpoints import write
 from gradfix.errors import Locked, OutputError
-from gradfix.votes.tally import SignVotes
+from gradfix.vectors.signvotes import SignVotes
 from tests.reliability.world import World, hashes, left_behind, say
 from tests.torture.crashes import relative, three
 
@@ -47,7 +47,7 @@ WRITERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_held_lock_is_code_seven(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The second writer is told before it opens a model, so it loses neither a vote nor a training."""
-    monkeypatch.setattr("gradfix.workflows.setting.Setting.open", lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr("gradfix.commands.setting.Setting.open", lambda *_, **__: pytest.fail("worked"))
     command = name.split(maxsplit=1)[0]
     options = {**WRITERS[name], **({"model": world.base} if command == "finetune" else {})}
     before = hashes(world.home)

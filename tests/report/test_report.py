@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradfix.cli import run
-from gradfix.comparison.results import Results
+from gradfix.methods.results import Results
 from gradfix.report import render_html, to_markdown, write_report
 from gradfix.report.plots import Series, curves, ticks
 from gradfix.report.sections import flops, seconds

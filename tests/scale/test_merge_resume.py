@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import gradfix
-from gradfix.merging.stream import Vector, merge_checkpoints
-from gradfix.votes.tally import SignVotes
+from gradfix.merging.folders import Vector, merge_checkpoints
+from gradfix.vectors.signvotes import SignVotes
 from tests.scale.interrupting import content, interrupt
 
 SHAPES = {"a": (40, 50), "b": (7,), "c": (60, 50), "d": (30, 50), "e": (3, 3)}

@@ -11,13 +11,13 @@ from accelerate import dispatch_model
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.cli import run
+from gradfix.commands.configs import VoteConfig
+from gradfix.commands.vote import run_vote
 from gradfix.errors import CorruptInput, UnsafeResult, UsageError
+from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes.collect import collect_votes
-from gradfix.votes.offload import collect_offloaded
-from gradfix.votes.placing import canonical_names, load_offloaded
-from gradfix.votes.tally import SignVotes
-from gradfix.workflows.configs import VoteConfig
-from gradfix.workflows.voting import run_vote
+from gradfix.votes.distributed.offload import collect_offloaded
+from gradfix.votes.distributed.placing import canonical_names, load_offloaded
 from tiny import IMAGE_LABELS, TEXT_LABELS, save_tiny, toy_images, toy_texts, write_rows
 
 heal_torchvision()

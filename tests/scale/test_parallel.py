@@ -16,10 +16,10 @@ from torch import nn
 
 from gradfix.cli import run
 from gradfix.errors import GradfixError
-from gradfix.processes import Group, LostProcess, in_processes, joined, report, together
+from gradfix.system.processes import Group, LostProcess, in_processes, joined, report, together
+from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes import resume
-from gradfix.votes.parallel import Batches, collect_in_parallel, share_of
-from gradfix.votes.tally import SignVotes
+from gradfix.votes.distributed.parallel import Batches, collect_in_parallel, share_of
 from tiny import save_tiny, toy_texts, write_rows
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 import gradfix
 from gradfix.checkpoints.journal import JOURNAL
-from gradfix.meter import Meter
-from gradfix.votes.tally import SignVotes
+from gradfix.system.meter import Meter
+from gradfix.vectors.signvotes import SignVotes
 from tests.adapters import load, train_adapter
 from tests.scale.interrupting import content, interrupt
 from tests.tiny import save_tiny
@@ -24,7 +24,7 @@ BYTES = sum(torch.Size(shape).numel() for shape in SHAPES.values()) * 4
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradfix.updates.CHUNK", 50)
+    monkeypatch.setattr("gradfix.stream.updates.CHUNK", 50)
     draw = torch.Generator().manual_seed(0)
     base = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
     states = {
@@ -75,7 +75,7 @@ def test_an_interrupted_transport_goes_on_with_the_same_bits(job, tmp_path, limi
 
 def test_the_number_of_workers_changes_nothing(job, tmp_path, monkeypatch):
     for cores in (1, 2, 9):
-        monkeypatch.setattr("gradfix.threads.os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("gradfix.system.threads.os.cpu_count", lambda cores=cores: cores)
         gradfix.transport_checkpoint(**job, out=tmp_path / f"on {cores}")
     whole = content(tmp_path / "on 1")
     assert content(tmp_path / "on 2") == content(tmp_path / "on 9") == whole

@@ -18,13 +18,13 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.cli import run
 from gradfix.errors import GradfixError
-from gradfix.processes import Group, in_processes, joined
-from gradfix.votes.build import build_sharded
+from gradfix.system.processes import Group, in_processes, joined
+from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes.collect import collect_votes
-from gradfix.votes.parallel import Batches
-from gradfix.votes.saving import save_sharded
-from gradfix.votes.sharded import blocks, collect_sharded, mesh_of, shard
-from gradfix.votes.tally import SignVotes
+from gradfix.votes.distributed.build import build_sharded
+from gradfix.votes.distributed.parallel import Batches
+from gradfix.votes.distributed.saving import save_sharded
+from gradfix.votes.distributed.sharded import blocks, collect_sharded, mesh_of, shard
 from tiny import save_tiny, toy_texts, write_rows
 
 SAMPLES = 7  # not divisible by 2 or 4

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from gradfix.cli import run
+from gradfix.commands.configs import VoteConfig
+from gradfix.commands.vote_processes import vote_as_rank
 from gradfix.errors import CorruptInput
-from gradfix.processes import Group, LostProcess, in_processes
+from gradfix.system.processes import Group, LostProcess, in_processes
+from gradfix.vectors.signvotes import SignVotes, Tally
 from gradfix.votes import resume, slots
+from gradfix.votes.distributed.slots import Slots
 from gradfix.votes.resume import resumable
-from gradfix.votes.slots import Slots
-from gradfix.votes.tally import SignVotes, Tally
-from gradfix.workflows.configs import VoteConfig
-from gradfix.workflows.distributed import vote_as_rank
 from tiny import save_tiny, toy_texts, write_rows
 
 SAMPLES, PROCESSES = 10, 2

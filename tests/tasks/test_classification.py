@@ -11,9 +11,9 @@ import torch
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
-from gradfix.finetuning import finetune
-from gradfix.scoring import evaluate
 from gradfix.tasks import TASKS
+from gradfix.tasks.scoring import evaluate
+from gradfix.training.finetuning import finetune
 from tiny import IMAGE_LABELS, TEXT_LABELS, save_tiny, toy_images, toy_texts
 
 TEXT = {label: label for label in TEXT_LABELS}

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from gradfix.errors import DataError
-from gradfix.finetuning import finetune
-from gradfix.scoring import evaluate
 from gradfix.tasks import Bound
+from gradfix.tasks.scoring import evaluate
+from gradfix.training.finetuning import finetune
 from gradfix.votes.collect import collect_votes
-from gradfix.votes.loop import samples
+from gradfix.votes.engines.loop import samples
 from tests.tasks.families import CASES, Case
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradfix.errors import UsageError
-from gradfix.finetuning import finetune
-from gradfix.scoring import evaluate
 from gradfix.tasks import TASKS
+from gradfix.tasks.scoring import evaluate
+from gradfix.training.finetuning import finetune
 from tiny import save_tiny, toy_texts
 
 LABELS = {"negative": "it is bad", "positive": "good"}  # of different lengths

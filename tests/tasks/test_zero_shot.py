@@ -12,10 +12,10 @@ from torch.nn.functional import normalize
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
-from gradfix.finetuning import finetune
-from gradfix.scoring import evaluate
 from gradfix.tasks import TASKS
+from gradfix.tasks.scoring import evaluate
 from gradfix.tasks.zero_shot import HEAD_FILE
+from gradfix.training.finetuning import finetune
 from tests.tasks.families import IMAGE_PROMPTS, TEXT_PROMPTS
 from tiny import OPEN_CLIP_CONFIG, save_tiny, toy_images, toy_texts
 

@@ -51,17 +51,6 @@ def prepare() -> None:
     torch.set_num_threads(1)
     heal_torchvision()
 
-    import gradfix.checkpoints.lora
-    import gradfix.cli.commands
-    import gradfix.comparison.running
-    import gradfix.report
-    import gradfix.stream
-    import gradfix.tasks
-    import gradfix.workflows.comparing
-    import gradfix.workflows.merging
-    import gradfix.workflows.scoring
-    import gradfix.workflows.voting  # noqa: F401
-
 
 def run(
     share: float, home: Path, only: set[str] | None = None, say: Callable[[str], None] = lambda _: None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gradfix.comparison.searching import Search
+from gradfix.methods.search import Search
 from tests.reliability.world import World
 
 SMALL = Search(
@@ -34,13 +34,13 @@ def compare_words(world: World, out: Path) -> list[str]:
 
 def hasten() -> None:
     """For the rest of this process: save at every chance, search little, one thread, and a clock that stands still."""
-    import gradfix.finetuning
-    from gradfix.comparison import arena, running
+    import gradfix.training.finetuning
+    from gradfix.methods import arena, running
     from gradfix.votes.resume import resumable
 
     torch.set_num_threads(1)
     resumable.__defaults__ = (0.0,)
-    gradfix.finetuning.SAVE_EVERY_SECONDS, gradfix.finetuning.SAVE_SHARE = 0.0, float("inf")
+    gradfix.training.finetuning.SAVE_EVERY_SECONDS, gradfix.training.finetuning.SAVE_SHARE = 0.0, float("inf")
     running.Search = lambda: SMALL  # type: ignore[assignment, misc]
     for module in (arena, running):
         module.time = _StoppedClock  # type: ignore[attr-defined]

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import gradfix
-from gradfix.comparison.results import Results
 from gradfix.data import load_data
+from gradfix.methods.results import Results
 from tests.reliability.world import World, say
 from tests.tiny import toy_images, toy_texts
 from tests.torture.children import CODES, Outcome, Series, run_cases

@@ -89,7 +89,7 @@ def kills_mid_compare(home: Path, count: int, world: World) -> Series:
     compared = hastened(compare_words(world, out))
 
     def work() -> None:
-        from gradfix.comparison import running
+        from gradfix.methods import comparison as running
 
         ledger.record(running._Run)
         compared()

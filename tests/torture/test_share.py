@@ -81,7 +81,7 @@ def test_a_writer_that_writes_in_place_is_caught(tmp_path: Path, monkeypatch: py
     import contextlib
     from collections.abc import Iterator
 
-    import gradfix.stream
+    import gradfix.stream.checkpoint
     from tests.torture import crashes
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ def test_a_writer_that_writes_in_place_is_caught(tmp_path: Path, monkeypatch: py
         out.mkdir(exist_ok=True)
         yield out
 
-    monkeypatch.setattr(gradfix.stream, "staged_folder", in_place)
+    monkeypatch.setattr(gradfix.stream.checkpoint, "staged_folder", in_place)
     series = crashes.kills_mid_write(tmp_path, 12)
     assert series.counts.get("wrong", 0) > 0
 

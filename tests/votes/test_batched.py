@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from gradfix import ENGINES, collect_votes
 from gradfix.errors import DataError
-from gradfix.votes.batched import batched
-from gradfix.votes.loop import loop, take
-from gradfix.votes.tally import Tally
+from gradfix.vectors.signvotes import Tally
+from gradfix.votes.batched.engine import batched
+from gradfix.votes.engines.loop import loop, take
 from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
 
 Batch = dict[str, Tensor]
@@ -269,7 +269,7 @@ def test_auto_is_not_misled_by_key_biases_inside_a_packed_bias(seed: int) -> Non
 
 
 def test_auto_refuses_an_engine_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradfix.votes import forms
+    from gradfix.votes.batched import forms
 
     fold = forms.Product.fold
     monkeypatch.setattr(forms.Product, "fold", lambda self, votes: (fold(self, votes), votes.neg_()))

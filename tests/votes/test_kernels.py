@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradfix.votes import kernels
+from gradfix.votes.batched import kernels
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -266,7 +266,7 @@ def test_votes_are_those_of_the_loop(name: str, engine: str) -> None:
 
 
 def test_a_text_end_is_no_reason_to_plan_every_batch() -> None:
-    from gradfix.votes import batched
+    from gradfix.votes.batched import engine as batched
 
     model, loss, made = CASES["text_ends_picked_from_their_own_rows"]()
     with warnings.catch_warnings():

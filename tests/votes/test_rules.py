@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradfix.votes.batched import batched
-from gradfix.votes.forms import Dense, Product, Rows, Sum, Tied, combine, densify
-from gradfix.votes.layout import Layout, candidates, explain
-from gradfix.votes.loop import loop
-from gradfix.votes.rules import RULES
-from gradfix.votes.tally import Tally
+from gradfix.vectors.signvotes import Tally
+from gradfix.votes.batched.engine import batched
+from gradfix.votes.batched.forms import Dense, Product, Rows, Sum, Tied, combine, densify
+from gradfix.votes.batched.layers import RULES
+from gradfix.votes.batched.rows import Layout, candidates, explain
+from gradfix.votes.engines.loop import loop
 
 Sizes = dict[str, int]
 
@@ -204,7 +204,7 @@ def test_mixed_samples_have_no_layout() -> None:
 def test_products_in_blocks_fold_exactly(
     block_bytes: int, block_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradfix.votes import forms
+    from gradfix.votes.batched import forms
 
     monkeypatch.setattr(forms, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(forms, "BLOCK_SAMPLES", block_samples)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradfix.align.layout import Layout
 from gradfix.align.spec import Part
 from gradfix.errors import IncompatibleCheckpoints
-from gradfix.taskvector import TaskVector
+from gradfix.vectors.taskvector import TaskVector
 
 Weights = TypeVar("Weights", bound=Mapping[str, Tensor])
 

@@ -16,7 +16,7 @@ from gradfix._version import __version__
 from gradfix.checkpoints.hashes import hash_file, hexadecimal
 from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
-from gradfix.preflight import Plan
+from gradfix.checkpoints.trio import Plan
 
 BY_FILES, BY_SHA256 = "blake3:", "files:"  # how a fingerprint of files begins, now and in older votes
 SHARD_BYTES = 5 * 2**30

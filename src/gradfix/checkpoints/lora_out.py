@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.card import card
 from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
 from gradfix.checkpoints.write import refuse_inside, save_tensors, staged_folder, write_manifest
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
-from gradfix.taskvector import TaskVector
+from gradfix.stream.card import card
+from gradfix.vectors.taskvector import TaskVector
 
 LEAST_ENERGY = 0.25
 EXACT_BELOW = 512  # up to this many rows or columns the full decomposition is as quick

@@ -20,7 +20,7 @@ from gradfix.errors import IncompatibleCheckpoints
 
 if TYPE_CHECKING:
     from gradfix.checkpoints.open import Checkpoint
-    from gradfix.votes.tally import SignVotes
+    from gradfix.vectors.signvotes import SignVotes
 
 Index = slice | Tensor
 
@@ -170,7 +170,7 @@ def votes_to_disk(votes: SignVotes, model: nn.Module, checkpoint: Checkpoint) ->
 
     Votes for weights that the file does not hold, such as a pooler the file was saved without, are left
     out and named in the notes."""
-    from gradfix.votes.tally import SignVotes
+    from gradfix.vectors.signvotes import SignVotes
 
     known = set(checkpoint.names())
     named = name_map(model, known).to_disk(votes)

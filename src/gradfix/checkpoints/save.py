@@ -13,9 +13,9 @@ from gradfix.checkpoints.folder import copy_side_files, layout_of, versions, wri
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, file_hashes
 from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.trio import Plan
 from gradfix.checkpoints.write import SafetensorsWriter, refuse_inside, staged_folder, write_manifest
 from gradfix.errors import UnsafeResult
-from gradfix.preflight import Plan
 
 
 def save_like(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradfix.checkpoints.names import NameMap, Part
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
-from gradfix.processes import Group
+from gradfix.system.processes import Group
 
 
 @dataclass(frozen=True)

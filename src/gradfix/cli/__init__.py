@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
             return 2
         if os.environ.get("GRADFIX_DEBUG"):
             raise
-        from gradfix.workflows.memory import out_of_memory
+        from gradfix.commands.halving import out_of_memory
 
         if out_of_memory(error):
             say_error(

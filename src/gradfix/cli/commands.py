@@ -11,8 +11,8 @@ import typer
 
 from gradfix.cli.console import asker, bar, say, say_notes, stages, table, write_json, write_text_or_stdout
 from gradfix.cli.options import command
+from gradfix.commands import configs
 from gradfix.errors import UsageError
-from gradfix.workflows import configs
 
 
 def build() -> typer.Typer:
@@ -47,7 +47,7 @@ def _root(
 
 
 def _transport(config: configs.TransportConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.transporting import run_transport
+    from gradfix.commands.transport import run_transport
 
     with stages(quiet) as stage:
         result = run_transport(config, stage)
@@ -70,8 +70,8 @@ def _transport(config: configs.TransportConfig, *, json_out: str | None, quiet: 
 
 
 def _vote(config: configs.VoteConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.processes import leads
-    from gradfix.workflows.voting import run_vote
+    from gradfix.commands.vote import run_vote
+    from gradfix.system.processes import leads
 
     with bar("voting", None, quiet or not leads()) as step:
         result = run_vote(config, step)
@@ -89,7 +89,7 @@ def _vote(config: configs.VoteConfig, *, json_out: str | None, quiet: bool) -> N
 
 
 def _plan(config: configs.PlanConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.planning import run_plan
+    from gradfix.commands.plan import run_plan
 
     result = run_plan(config)
     write_json(result.as_json(), json_out)
@@ -104,7 +104,7 @@ def _plan(config: configs.PlanConfig, *, json_out: str | None, quiet: bool) -> N
 
 
 def _evaluate(config: configs.EvaluateConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.scoring import run_evaluate
+    from gradfix.commands.evaluate import run_evaluate
 
     with stages(quiet) as stage:
         result = run_evaluate(config, stage)
@@ -114,7 +114,7 @@ def _evaluate(config: configs.EvaluateConfig, *, json_out: str | None, quiet: bo
 
 
 def _finetune(config: configs.FinetuneConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.scoring import run_finetune
+    from gradfix.commands.evaluate import run_finetune
 
     with bar("fine-tuning", config.steps, quiet) as step:
         result = run_finetune(config, step)
@@ -124,7 +124,7 @@ def _finetune(config: configs.FinetuneConfig, *, json_out: str | None, quiet: bo
 
 
 def _inspect(config: configs.InspectConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.inspecting import run_inspect
+    from gradfix.commands.inspect import run_inspect
 
     with stages(quiet) as stage:
         result = run_inspect(config, stage)
@@ -144,7 +144,7 @@ def _verify(config: configs.VerifyConfig, *, json_out: str | None, quiet: bool) 
 
 
 def _select(config: configs.SelectConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.scoring import run_select
+    from gradfix.commands.evaluate import run_select
 
     result = run_select(config)
     write_json(result, json_out)
@@ -152,7 +152,7 @@ def _select(config: configs.SelectConfig, *, json_out: str | None, quiet: bool) 
 
 
 def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.demo import run_demo, unpack
+    from gradfix.commands.demo import run_demo, unpack
 
     if config.dry_run:
         say(f"would write {config.unpack or config.report}", quiet)
@@ -169,8 +169,8 @@ def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> N
 
 
 def _compare(config: configs.CompareConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.comparing import run_compare
-    from gradfix.workflows.shipping import ship_command
+    from gradfix.commands.compare import run_compare
+    from gradfix.commands.shipping import ship_command
 
     with stages(quiet) as stage:
         results = run_compare(config, json_out, stage)
@@ -195,7 +195,7 @@ def _show(
 
 
 def _merge(config: configs.MergeConfigOptions, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.merging import run_merge_command
+    from gradfix.commands.merge import run_merge_command
 
     with stages(quiet) as stage:
         result = run_merge_command(config, stage)
@@ -223,7 +223,7 @@ def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: 
 
 
 def _report(config: configs.ReportConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.comparing import run_report
+    from gradfix.commands.compare import run_report
 
     path = run_report(config)
     write_json({"out": str(path)}, json_out)
@@ -231,7 +231,7 @@ def _report(config: configs.ReportConfig, *, json_out: str | None, quiet: bool) 
 
 
 def _init(config: Any, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.starting import run_init
+    from gradfix.commands.init import run_init
 
     result = run_init(config, None if quiet else asker())
     content = {"out": str(result.out), "command": result.command, "missing": list(result.missing)}
@@ -243,7 +243,7 @@ def _init(config: Any, *, json_out: str | None, quiet: bool) -> None:
 
 
 def _push(config: configs.PushConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.workflows.pushing import run_push
+    from gradfix.commands.push import run_push
 
     with stages(quiet) as stage:
         stage(f"sending {config.out}")
@@ -264,7 +264,7 @@ def _or_plan(body: Callable[..., None]) -> Callable[..., None]:
         if not config.dry_run:
             body(config, json_out=json_out, quiet=quiet)
             return
-        from gradfix.workflows import dryrun
+        from gradfix.commands import dryrun
 
         sentence = getattr(dryrun, f"plan{body.__name__}")(config)
         write_json({"dry_run": True, "summary": sentence}, json_out)

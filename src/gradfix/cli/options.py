@@ -70,7 +70,7 @@ def command(kind: type[Config], body: Callable[..., int | None], *, doc: str) ->
         json_out, quiet = given.pop("json"), given.pop("quiet")
         path = None if has_config else given.pop("config")
         config = settle(kind, given, path)
-        from gradfix.workflows.guard import guard_outputs
+        from gradfix.commands.guard import guard_outputs
 
         guard_outputs(config, json_out, parts=[SimpleNamespace(config=path)])
         return body(config, json_out=json_out, quiet=quiet)
@@ -153,7 +153,7 @@ def _refuse_odd(word: str, value: Any, about: Mapping[str, Any]) -> None:
 
 
 def _from_yaml(path: str, known: dict[str, dataclasses.Field[Any]]) -> dict[str, Any]:
-    from gradfix.yamlfile import load_yaml
+    from gradfix.system.yamlfile import load_yaml
 
     content = load_yaml(Path(path))
     if not isinstance(content, dict):

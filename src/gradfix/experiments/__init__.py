@@ -12,8 +12,8 @@ from gradfix.experiments import (
     pocket_suite,
     transport_tables,
 )
-from gradfix.experiments.registry import EXPERIMENTS
-from gradfix.experiments.running import Job, Reproduction, plan_reproduce, run_reproduce
+from gradfix.experiments.experiment import EXPERIMENTS
+from gradfix.experiments.reproduce import Job, Reproduction, plan_reproduce, run_reproduce
 from gradfix.experiments.suite import SUITES, Suite
 
 __all__ = ["EXPERIMENTS", "SUITES", "Job", "Reproduction", "Suite", "plan_reproduce", "run_reproduce"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gradfix.experiments import paper
-from gradfix.experiments.lab import Book
-from gradfix.experiments.registry import (
+from gradfix.experiments.experiment import (
     Line,
     accuracy_table,
     both,
@@ -18,6 +17,7 @@ from gradfix.experiments.registry import (
     seeded_line,
     title,
 )
+from gradfix.experiments.lab import Book
 from gradfix.experiments.suite import Suite
 from gradfix.experiments.tables import CLEAR, Cell, Claim, Figure, Table, better, mean, points, text, verdict
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gradfix.comparison.costs import COSTS, flops
 from gradfix.experiments import paper
+from gradfix.experiments.experiment import experiment, title
 from gradfix.experiments.lab import Book
-from gradfix.experiments.registry import experiment, title
 from gradfix.experiments.tables import Cell, Claim, Table, verdict
+from gradfix.training.costs import COSTS, flops
 
 STEPS, BATCH = 2000, 128  # the paper's recipe for a full fine-tune
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.write import write_text
-from gradfix.experiments.running import markdown
+from gradfix.experiments.reproduce import markdown
 from gradfix.experiments.tables import FAILS, HOLDS, PARTLY
 
 VERDICTS = (HOLDS, PARTLY, FAILS)

@@ -20,17 +20,17 @@ from gradfix._version import __version__
 from gradfix.align import align
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
-from gradfix.comparison.arena import Arena
-from gradfix.comparison.searching import Search
 from gradfix.data import Dataset
 from gradfix.experiments import catalogue
 from gradfix.experiments.catalogue import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
-from gradfix.finetuning import Recipe, finetune
+from gradfix.methods.search import Search
+from gradfix.methods.trial import Arena
 from gradfix.tasks.base import Bound, Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
-from gradfix.taskvector import TaskVector
+from gradfix.training.finetuning import Recipe, finetune
+from gradfix.vectors.taskvector import TaskVector
 
 SPEED = {"cuda": 6e13, "cpu": 5e10}  # operations per second, for the guess only
 FEW = Search(wider=(), rates=(1e-6, 1e-5, 1e-4), steps=(5, 10, 20, 40))

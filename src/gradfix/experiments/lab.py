@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradfix.checkpoints.write import write_text
-from gradfix.comparison.workfolder import digest
 from gradfix.errors import CorruptInput
 from gradfix.experiments.suite import Scene, Suite
+from gradfix.methods.workfolder import digest
 from gradfix.registry import Registry
 
 Answer = dict[str, Any]

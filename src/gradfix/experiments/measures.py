@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradfix.comparison.arena import Arena
-from gradfix.comparison.methods import METHODS, NotHere
-from gradfix.comparison.searching import Score, Setting
-from gradfix.comparison.support import Support
-from gradfix.diagnostics import sign_agreement
 from gradfix.errors import IncompatibleCheckpoints
 from gradfix.experiments.lab import MEASURES, Answer, Lab, Question
 from gradfix.experiments.suite import Scene
 from gradfix.merging.memory import mask_then_merge, merge, merge_then_mask
-from gradfix.scale import dialled
-from gradfix.scoring import evaluate
-from gradfix.selection import select
-from gradfix.taskvector import TaskVector
-from gradfix.transported import transport
+from gradfix.methods.methods import METHODS, NotHere
+from gradfix.methods.search import Score, Setting
+from gradfix.methods.support import Support
+from gradfix.methods.trial import Arena
+from gradfix.tasks.scoring import evaluate
+from gradfix.vectors.diagnostics import sign_agreement
+from gradfix.vectors.scale import dialled
+from gradfix.vectors.selection import select
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import transport
 from gradfix.votes.collect import collect_votes, left_as_it_was
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gradfix.experiments import paper
+from gradfix.experiments.experiment import Line, accuracy_table, both, experiment, fixed_line
 from gradfix.experiments.lab import Answer, Book
-from gradfix.experiments.registry import Line, accuracy_table, both, experiment, fixed_line
 from gradfix.experiments.tables import CLEAR, Claim, Table, better, points, verdict
 
 COMBINERS = {"task_arithmetic": "task arithmetic", "ties": "TIES"}

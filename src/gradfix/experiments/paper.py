@@ -1,6 +1,6 @@
 """The paper's figures as data, by table, model, method and budget; accuracies in percent.
 
-Every experiment prints these beside its own. Methods carry the names of `gradfix.comparison.methods.METHODS`, so that a
+Every experiment prints these beside its own. Methods carry the names of `gradfix.methods.methods.METHODS`, so that a
 lookup needs no translation. `None` is what the paper does not report."""
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from gradfix import pocket
 from gradfix._version import __version__
 from gradfix.align import align
-from gradfix.comparison.arena import Arena
-from gradfix.comparison.searching import Search
 from gradfix.errors import UsageError
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
+from gradfix.methods.search import Search
+from gradfix.methods.trial import Arena
 from gradfix.tasks.base import Batch, ClosedSet, Example
 from gradfix.tasks.loading import freeze_all_but
-from gradfix.taskvector import TaskVector
+from gradfix.vectors.taskvector import TaskVector
 
 TOKENS = 50.0  # 7 x 7 patches and the class token
 FORWARD_SECONDS = 0.003  # one image, one core

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradfix.comparison.arena import Arena
-from gradfix.comparison.searching import Search
+from gradfix.methods.search import Search
+from gradfix.methods.trial import Arena
 from gradfix.registry import Registry
 from gradfix.tasks.base import Bound, Example
-from gradfix.taskvector import TaskVector
+from gradfix.vectors.taskvector import TaskVector
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from gradfix.experiments import paper
+from gradfix.experiments.experiment import Line, accuracy_table, both, experiment, fixed_line, seeded_line
 from gradfix.experiments.lab import Book
-from gradfix.experiments.registry import Line, accuracy_table, both, experiment, fixed_line, seeded_line
 from gradfix.experiments.suite import Suite
 from gradfix.experiments.tables import CLEAR, Cell, Claim, Table, better, points, verdict
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from gradfix.checkpoints.input_hashes import InputHashes
 from gradfix.checkpoints.open import Checkpoint
-from gradfix.differences import SPAN, Differences, Raw, Side
 from gradfix.errors import CorruptInput
-from gradfix.fates import Fate, total
 from gradfix.merging.bundles import Merge, Place, Rule
-from gradfix.pieces import Buffers, all_finite, nonzeros
-from gradfix.updates import Piece, Update
+from gradfix.merging.differences import SPAN, Differences, Raw, Side
+from gradfix.stream.counts import Fate, total
+from gradfix.stream.pieces import Buffers, all_finite, nonzeros
+from gradfix.stream.updates import Piece, Update
 
 
 class Combined(Update):

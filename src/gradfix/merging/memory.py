@@ -1,7 +1,7 @@
 """Merge task vectors in memory, and masks with merges: one update out of several fine-tunes.
 
 Vectors may come from different bases: only their names and shapes must agree. The streaming twin for
-checkpoints that do not fit is `gradfix.merging.stream`; both run the same rules and give the same bits."""
+checkpoints that do not fit is `gradfix.merging.folders`; both run the same rules and give the same bits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfix.checkpoints.probe import common_target
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.merging.bundles import Bundle, Density, Place
 from gradfix.merging.rules import MERGES
-from gradfix.taskvector import TaskVector
-from gradfix.threads import one_thread
-from gradfix.transported import Direction, Transported, seed_of, transport
-from gradfix.votes.identity import common_target
-from gradfix.votes.tally import SignVotes, dtype_for
+from gradfix.system.threads import one_thread
+from gradfix.vectors.signvotes import SignVotes, dtype_for
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import Direction, Transported, seed_of, transport
 
 __all__ = ["MERGES", "consensus", "mask_then_merge", "merge", "merge_then_mask"]
 

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gradfix.errors import UsageError
-from gradfix.masks import MASKS
 from gradfix.merging.rules import MERGES
-from gradfix.yamlfile import checked, load_yaml
+from gradfix.system.yamlfile import checked, load_yaml
+from gradfix.vectors.masks import MASKS
 
 Share = Annotated[float, Field(gt=0, le=1)]
 

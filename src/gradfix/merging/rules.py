@@ -16,7 +16,7 @@ from gradfix.errors import UnsafeResult, UsageError
 from gradfix.merging.bundles import DENSITY, Bundle, Merge, Place, Rule, row_length
 from gradfix.merging.ranks import magnitudes_at
 from gradfix.registry import Registry, unknown
-from gradfix.transported import chance
+from gradfix.vectors.transported import chance
 
 PARALLEL = 0.9995  # beyond this cosine an arc and a straight line are the same in float32
 

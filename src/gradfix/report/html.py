@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from gradfix._version import __version__
-from gradfix.comparison.results import Results
+from gradfix.methods.results import Results
 from gradfix.report.sections import sections
 
 

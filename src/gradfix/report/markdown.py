@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gradfix.comparison.results import Results, number_text, share_text
+from gradfix.methods.results import Results, number_text, share_text
 from gradfix.report.sections import baseline_wins, flops, headline, reasons, seconds
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&])")

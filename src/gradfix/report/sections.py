@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from gradfix.comparison.costs import readable
-from gradfix.comparison.results import Results
-from gradfix.comparison.verdicts import CONTROLS, REFERENCES, STAYS, inline
+from gradfix.methods.results import Results
+from gradfix.methods.verdicts import CONTROLS, REFERENCES, STAYS, inline
 from gradfix.report.plots import Series, curves
+from gradfix.training.costs import readable
 
 Entry = Mapping[str, Any]
 BASELINES = (*STAYS, "naive")

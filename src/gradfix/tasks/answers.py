@@ -11,8 +11,8 @@ import torch
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Bound, Prompts, Task
-from gradfix.tasks.inputs import longest
 from gradfix.tasks.loading import load_pretrained, load_tokenizer, locate
+from gradfix.tasks.reading import longest
 
 LOSSES = ("mean", "sum")
 

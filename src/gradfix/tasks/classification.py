@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
-from gradfix.tasks.inputs import column, longest, tokenise
 from gradfix.tasks.loading import (
     Home,
     Loaded,
@@ -32,6 +31,7 @@ from gradfix.tasks.loading import (
     quiet_transformers,
     read_json,
 )
+from gradfix.tasks.reading import column, longest, tokenise
 
 
 class Classifier(ABC):

@@ -16,7 +16,6 @@ from torch import Tensor
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Example
-from gradfix.tasks.inputs import column, longest, tokenise
 from gradfix.tasks.loading import (
     Home,
     load_image_processor,
@@ -24,6 +23,7 @@ from gradfix.tasks.loading import (
     load_tokenizer,
     quiet_transformers,
 )
+from gradfix.tasks.reading import column, longest, tokenise
 
 TEXT_SCALE = 20.0
 POOLINGS = ("mean", "cls")

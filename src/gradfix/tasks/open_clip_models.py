@@ -22,8 +22,8 @@ from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Example
 from gradfix.tasks.encoders import Encoder
-from gradfix.tasks.inputs import column
 from gradfix.tasks.loading import LOADER_ERRORS, first_line, load_exactly, quiet_transformers, read_json
+from gradfix.tasks.reading import column
 
 CONFIG = "open_clip_config.json"
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from gradfix.errors import UsageError
 from gradfix.tasks.answers import AnswerTask
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
-from gradfix.tasks.inputs import pad, refuse_foreign_tokens, tokenise
 from gradfix.tasks.loading import freeze_all_but
+from gradfix.tasks.reading import pad, refuse_foreign_tokens, tokenise
 
 IGNORED = -100
 

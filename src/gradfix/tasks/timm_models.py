@@ -17,8 +17,8 @@ from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.tasks.base import Batch, Example
 from gradfix.tasks.classification import Classifier
-from gradfix.tasks.inputs import column
 from gradfix.tasks.loading import LOADER_ERRORS, first_line, load_exactly
+from gradfix.tasks.reading import column
 
 
 class TimmClassifier(Classifier):

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.probe import fetched, probe_module
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
-from gradfix.taskvector import TaskVector
-from gradfix.votes import recorded
-from gradfix.votes.batched import batched
-from gradfix.votes.identity import fetched, probe_module
-from gradfix.votes.loop import (
+from gradfix.vectors.signvotes import SignVotes, Sums, Tally, dtype_for
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.votes.batched import recorded
+from gradfix.votes.batched.engine import batched
+from gradfix.votes.engines.loop import (
     SILENT,
     Batch,
     Loss,
@@ -34,7 +35,6 @@ from gradfix.votes.loop import (
     samples,
     take,
 )
-from gradfix.votes.tally import SignVotes, Sums, Tally, dtype_for
 
 Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
 ENGINES: Registry[Engine] = Registry("engine")
@@ -165,7 +165,7 @@ def choose_engine(
     if engine != "auto":
         return ENGINES[engine], []
     try:
-        from gradfix.votes.auto import choose
+        from gradfix.votes.engines.auto import choose
     except ImportError:
         return loop, []
     return choose(model, loss, batch, tally)

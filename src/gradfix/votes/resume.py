@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten
 from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.state import State, save_state
 from gradfix.errors import CorruptInput
-from gradfix.votes.loop import Batch
-from gradfix.votes.tally import Tally
+from gradfix.vectors.signvotes import Tally
+from gradfix.votes.engines.loop import Batch
 
 SAVE_EVERY_SECONDS = 10.0
 SAVE_SHARE = 0.05  # the votes of a large model take a while to save: at most this much of the time

@@ -1,0 +1,92 @@
+"""`gradfix compare` and `gradfix report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.write import torch_dtype, write_text
+from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
+from gradfix.commands.halving import halving_batches, in_notes
+from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
+from gradfix.errors import CorruptInput, GradfixError
+from gradfix.methods.results import Results
+
+
+@halving_batches(in_notes)
+def run_compare(
+    config: CompareConfig, json_out: str | None = None, stage: Callable[[str], None] = lambda _: None
+) -> Results:
+    """All methods under one budget; finished units are kept in the work folder, so a killed run goes on."""
+    if config.track:
+        from gradfix.report.tracking import parse, track
+
+        parse(config.track)  # a missing tracker is better known before the work than after
+    heal_torchvision()
+    from gradfix.methods.comparison import compare
+    from gradfix.report import write_report
+
+    stage("reading examples")
+    dataset = read_data(config.data, config)
+    validation: Any = "auto" if config.validation is None else config.validation
+    if validation not in ("auto", NO_VALIDATION):
+        validation = read_data(str(config.validation), config, labels=dataset.labels)
+    results = compare(
+        base=config.base,
+        tuned=config.tuned,
+        target=config.target,
+        target_tuned=config.target_tuned,
+        data=dataset,
+        task=make_task(config, dataset),
+        shots=config.shots,
+        seeds=config.seeds,
+        methods=config.methods or None,
+        validation=validation,
+        unlabelled=read_unlabelled(config.unlabelled, config) if config.unlabelled else None,
+        work=_work_folder(config, json_out),
+        finetune={"steps": config.finetune_steps} if config.finetune_target else False,
+        batch_size=config.batch_size,
+        dtype=torch_dtype(config.dtype),
+        device=device_of(config.device),
+        engine=config.engine,
+        allow_fewer=config.allow_fewer,
+        command=command_line("compare", config),
+        progress=lambda what, done, total: stage(f"{what} ({done}/{total})"),
+    )
+    if config.report:
+        write_report(results, config.report)
+    if config.track:
+        track(results, config.track)
+    return results
+
+
+def _work_folder(config: CompareConfig, json_out: str | None) -> Path | None:
+    if config.work:
+        return Path(config.work)
+    return Path(json_out).with_suffix(".work") if json_out and json_out != "-" else None
+
+
+def run_report(config: ReportConfig) -> Path:
+    """The page (or Markdown) of results made earlier."""
+    results = Results.load(config.results)
+    try:
+        return _rendered(config, results)
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        if isinstance(error, GradfixError):
+            raise
+        raise CorruptInput(
+            f"{config.results} cannot be shown ({type(error).__name__}): a field is missing or has another type. "
+            "Write it again with `gradfix compare --json`."
+        ) from error
+
+
+def _rendered(config: ReportConfig, results: Results) -> Path:
+    from gradfix.report import to_markdown, write_report
+
+    out = Path(config.out) if config.out else Path(config.results).with_suffix(".html")
+    if out.suffix == ".md":
+        write_text(out, to_markdown(results))
+        return out
+    return write_report(results, out)

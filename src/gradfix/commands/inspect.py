@@ -1,0 +1,161 @@
+"""`gradfix inspect`: can these checkpoints be combined, and what would be transported?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
+from gradfix.checkpoints.prefix import match_prefix
+from gradfix.checkpoints.trio import plan_transport
+from gradfix.commands.configs import InspectConfig
+from gradfix.errors import GradfixError, UsageError
+
+ROLES = ("base", "tuned", "target")
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+
+
+@dataclass
+class Inspection:
+    """Facts about each checkpoint and each pair, and the verdict of the preflight."""
+
+    checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pairs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    differences: list[dict[str, str]] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def tables(self, names: bool) -> list[Table]:
+        out: list[Table] = [
+            ("checkpoints", ("", "tensors", "weights", "dtypes", "norm"),
+             [(f"{r}: {c['path']}", str(c["tensors"]), f"{c['weights']:,}", c["dtypes"], f"{c['norm']:.4g}")
+              for r, c in self.checkpoints.items()]),
+            ("pairs", ("", "cosine", "distance", "relative"),
+             [(n, f"{p['cosine']:.4f}", f"{p['distance']:.4g}", f"{p['relative']:.2%}") for n, p in self.pairs.items()]),
+        ]  # fmt: skip
+        if self.differences:
+            pairs = [(d["tensor"], d["what"]) for d in self.differences[: None if names else 20]]
+            out.append((f"differences ({len(self.differences)})", ("tensor", ""), pairs))
+        if self.plan:
+            out.append(("would be transported", ("", ""), [(k, str(v)) for k, v in self.plan.items()]))
+        if names:
+            rows = [(t["name"], t["shape"], t["dtype"], f"{t['tau_norm']:.4g}") for t in self.tensors]
+            out.append(("tensors", ("name", "shape", "dtype", "norm of the change"), rows))
+        return out
+
+
+def run_inspect(config: InspectConfig, stage: Callable[[str], None] = lambda _: None) -> Inspection:
+    if len(config.checkpoints) not in (2, 3):
+        raise UsageError("inspect takes two or three checkpoints: base, tuned [, target].")
+    opened: dict[str, Checkpoint] = {}
+    for role, source in zip(ROLES, config.checkpoints):
+        opened[role] = open_checkpoint(source, base=opened.get("base"))
+    *earlier, last = opened
+    for role in earlier:  # under the target's names, as transport shows them
+        opened[role] = match_prefix(opened[role], opened[last])
+    found = Inspection()
+    stage("comparing names and shapes")
+    found.differences = differences(opened)
+    stage("reading weights")
+    _measure(opened, found)
+    _judge(opened, found)
+    return found
+
+
+def differences(opened: dict[str, Checkpoint]) -> list[dict[str, str]]:
+    out = []
+    for name in sorted(set().union(*(checkpoint.names() for checkpoint in opened.values()))):
+        has = {role: checkpoint for role, checkpoint in opened.items() if name in checkpoint}
+        if len(has) < len(opened):
+            out.append({"tensor": name, "what": "only in " + ", ".join(has)})
+        elif len({checkpoint.info(name).shape for checkpoint in has.values()}) > 1:
+            shapes = ", ".join(f"{role} {list(c.info(name).shape)}" for role, c in has.items())
+            out.append({"tensor": name, "what": f"shapes differ: {shapes}"})
+    return out
+
+
+def _measure(opened: dict[str, Checkpoint], found: Inspection) -> None:
+    """Norms, distances and cosines over the shared floating tensors, one chunk at a time."""
+    roles = list(opened)
+    shared = [n for n in opened["base"].names() if _comparable(n, opened)]
+    square = dict.fromkeys(roles, 0.0)
+    pairs = [(a, b) for i, a in enumerate(roles) for b in roles[i + 1 :]]
+    dots = dict.fromkeys(pairs, 0.0)
+    apart = dict.fromkeys(pairs, 0.0)
+    for name in shared:
+        tau = 0.0
+        for pieces in zip(*(opened[role].chunks(name) for role in roles), strict=True):
+            wide = dict(zip(roles, (piece.double() for piece in pieces)))
+            for role in roles:
+                square[role] += float(wide[role] @ wide[role])
+            for a, b in pairs:
+                dots[a, b] += float(wide[a] @ wide[b])
+                difference = wide[b] - wide[a]
+                apart[a, b] += float(difference @ difference)
+            change = wide["tuned"] - wide["base"]
+            tau += float(change @ change)
+        info = opened["base"].info(name)
+        found.tensors.append(
+            {
+                "name": name,
+                "shape": "x".join(map(str, info.shape)),
+                "dtype": str(info.dtype)[6:],
+                "tau_norm": tau**0.5,
+            }
+        )
+    for role, checkpoint in opened.items():
+        infos = [checkpoint.info(name) for name in checkpoint.names()]
+        found.checkpoints[role] = {
+            "path": str(checkpoint),
+            "tensors": len(infos),
+            "weights": sum(info.numel for info in infos),
+            "dtypes": ", ".join(sorted({str(info.dtype)[6:] for info in infos})),
+            "norm": square[role] ** 0.5,
+        }
+    for a, b in pairs:
+        scale = (square[a] * square[b]) ** 0.5
+        found.pairs[f"{a} - {b}"] = {
+            "cosine": dots[a, b] / scale if scale else 0.0,
+            "distance": apart[a, b] ** 0.5,
+            "relative": (apart[a, b] / square[a]) ** 0.5 if square[a] else 0.0,
+        }
+
+
+def _comparable(name: str, opened: dict[str, Checkpoint]) -> bool:
+    if not all(name in checkpoint for checkpoint in opened.values()):
+        return False
+    infos = [checkpoint.info(name) for checkpoint in opened.values()]
+    return len({info.shape for info in infos}) == 1 and all(info.dtype.is_floating_point for info in infos)
+
+
+def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
+    target = opened.get("target", opened["base"])
+    try:
+        plan = plan_transport(opened["base"], opened["tuned"], target, head="skip")
+        found.plan = {
+            "transported": len(plan.transported),
+            "copied": len(plan.copied),
+            "only in the fine-tune (see --head)": len(plan.extra),
+        }
+    except GradfixError as error:
+        found.notes.append(f"cannot be combined: {error}")
+    tuned = found.pairs["base - tuned"]
+    if not found.tensors:
+        found.notes.append("no tensor has the same name and shape everywhere: nothing was measured")
+        return
+    if tuned["distance"] == 0:
+        found.notes.append("base and tuned are equal: the task vector is zero")
+    elif tuned["relative"] > 0.5:
+        found.notes.append(
+            f"tuned differs from base by {tuned['relative']:.0%} of its norm: not a fine-tune of it?"
+        )
+    if "base - target" in found.pairs:
+        cosine = found.pairs["base - target"]["cosine"]
+        kind = "related releases: the task vector itself carries over" if cosine > 0.5 else (
+            "unrelated bases: the target's gradients do most of the work; compare with few-shot fine-tuning")  # fmt: skip
+        found.notes.append(f"cosine of base and target is {cosine:.2f}: {kind}")

@@ -1,0 +1,296 @@
+"""`gradfix merge`: several fine-tunes, each with its own base, into one model on the target.
+
+The target is asked once per task, one alpha is chosen on all tasks' validation data together, and the one
+merged model is scored on every task's test data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.write import refuse_occupied
+from gradfix.commands.choosing import ranking
+from gradfix.commands.configs import MergeConfigOptions, ShotOptions
+from gradfix.commands.guard import guard_outputs
+from gradfix.commands.setting import Shots, draw, setting
+from gradfix.commands.transport import Stage
+from gradfix.commands.vote import on_disk
+from gradfix.errors import DataError, UsageError
+from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
+from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.stream.checkpoint import StreamReport
+from gradfix.system.meter import Meter, nbytes
+from gradfix.tasks.base import Bound
+from gradfix.tasks.scoring import evaluate
+from gradfix.vectors.scale import ScaleCurve, dialled, search_scale
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.votes.collect import collect_votes
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What was written, the one alpha, and every task's score before and after."""
+
+    out: Path
+    method: str
+    order: str
+    alpha: float
+    report: StreamReport | None
+    curve: ScaleCurve | None
+    tasks: dict[str, dict[str, Any]]
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        text = f"{'would write' if self.report is None else 'wrote'} {self.out}: {self.method}, {self.order}"
+        text += f", alpha {self.alpha:g}"
+        scored = [task for task in self.tasks.values() if task.get("test_after")]
+        for when, label in (("test_before", ", mean test accuracy"), ("test_after", " ->")):
+            if scored:
+                text += f"{label} {sum(task[when]['accuracy'] for task in scored) / len(scored):.2f}"
+        return text
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "summary": self.summary,
+            "out": str(self.out),
+            "method": self.method,
+            "order": self.order,
+            "alpha": self.alpha,
+            "kept": self.report.kept if self.report else None,
+            "curve": self.curve.points if self.curve else None,
+            "tasks": self.tasks,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+
+def run_merge_command(options: MergeConfigOptions, stage: Stage = lambda _: None) -> dict[str, Any]:
+    """The recipe named on the command line, completed by its options, merged."""
+    recipe, notes = read_recipe(options)
+    guard_outputs(recipe, parts=[options])
+    result = run_merge(recipe, overwrite=options.overwrite, dry_run=options.dry_run, stage=stage)
+    merged = result.as_json()
+    return {**merged, "notes": [*notes, *merged["notes"]]}
+
+
+def read_recipe(options: MergeConfigOptions) -> tuple[MergeRecipe, tuple[str, ...]]:
+    if (options.config is None) == (options.from_mergekit is None):
+        raise UsageError("give one recipe: a YAML file of ours, or --from-mergekit FILE.")
+    if options.config is not None:
+        return load_recipe(options.config, target=options.target, out=options.out), ()
+    imported: Imported = from_mergekit(str(options.from_mergekit))
+    return imported.complete(target=options.target, out=options.out), imported.notes
+
+
+def run_merge(
+    recipe: MergeRecipe, *, overwrite: bool = False, dry_run: bool = False, stage: Stage = lambda _: None
+) -> MergeResult:
+    """Check, vote once per task, choose one alpha, write one model, score it on every task."""
+    if recipe.out is None:
+        raise UsageError("the recipe names no output folder; add `out` or give --out.")
+    guard_outputs(recipe, parts=recipe.vectors)
+    refuse_occupied(Path(recipe.out), overwrite)
+    return _Run(recipe, overwrite, dry_run, stage).run()
+
+
+@dataclass
+class _TaskOnTarget:
+    """One task's examples and the target bound to it."""
+
+    name: str
+    bound: Bound
+    shots: Shots
+    votes: SignVotes | None = None
+
+
+class _Run:
+    def __init__(self, recipe: MergeRecipe, overwrite: bool, dry_run: bool, stage: Stage) -> None:
+        self.recipe, self.overwrite, self.dry_run, self.stage = recipe, overwrite, dry_run, stage
+        self.order = recipe.settled_order()
+        self.seconds: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> MergeResult:
+        self.tasks = self._timed("reading examples", self._open_tasks)
+        if self.order != "plain":
+            self._timed("votes", self._vote)
+        settings = self._settings()
+        needs_update = bool(self.tasks) or self.dry_run
+        update = (
+            self._timed("merging", lambda: merged_update(**settings, counting=self._counting()))
+            if needs_update
+            else None
+        )
+        alpha, curve = self._timed("scale", lambda: self._choose(update))
+        scores = self._timed("scoring", lambda: self._scores(update, alpha)) if self.tasks else {}
+        out = Path(str(self.recipe.out))
+        report = None
+        if not self.dry_run:
+            report = self._timed("writing", lambda: self._write(settings, out, alpha, scores))
+            self.notes += report.notes
+        notes = tuple(dict.fromkeys(self.notes))
+        method = self.recipe.method
+        return MergeResult(out, method, self.order, alpha, report, curve, scores, self.seconds, notes)
+
+    def _timed(self, name: str, work: Callable[[], Any]) -> Any:
+        self.stage(name)
+        begin = time.perf_counter()
+        result = work()
+        self.seconds[name] = round(time.perf_counter() - begin, 3)
+        return result
+
+    def _open_tasks(self) -> dict[tuple[Any, ...], _TaskOnTarget]:
+        """Each distinct task once, however many vectors serve it."""
+        tasks: dict[tuple[Any, ...], _TaskOnTarget] = {}
+        for vector in self.recipe.vectors:
+            if vector.data is None or _task_key(vector) in tasks:
+                continue
+            start = setting(self._shot_options(vector))
+            shots = draw(start, self._shot_options(vector), vector.validation, vector.base)
+            bound = start.open(self.recipe.target)
+            name = (
+                vector.data
+                if len({v.task for v in self.recipe.vectors}) == 1
+                else f"{vector.data} ({vector.task})"
+            )
+            self.notes += [*shots.notes, *bound.notes]
+            tasks[_task_key(vector)] = _TaskOnTarget(name, bound, shots)
+        blind = [task.name for task in tasks.values() if not task.shots.validation]
+        if blind and self.recipe.settled_alpha() == "auto":
+            raise DataError(
+                f"{blind[0]} has no validation data to choose alpha on. Add a validation split or `validation`, "
+                "or give alpha as a number."
+            )
+        kinds = {type(task.bound.model) for task in tasks.values()}
+        if len(kinds) > 1:
+            raise UsageError(
+                "the tasks load the target as different models: one merged model cannot serve them all."
+            )
+        return tasks
+
+    def _shot_options(self, vector: VectorRecipe) -> ShotOptions:
+        recipe = self.recipe
+        columns = ("label_column", "text_column", "text_template", "image_column", "pooling", "max_length")
+        return ShotOptions(
+            data=str(vector.data), task=str(vector.task or recipe.task), shots=recipe.shots, seed=recipe.seed,
+            select=recipe.select, allow_fewer=recipe.allow_fewer, engine=recipe.engine,
+            batch_size=recipe.batch_size, device=recipe.device,
+            **{name: getattr(vector, name) for name in columns},
+        )  # fmt: skip
+
+    def _vote(self) -> None:
+        for key, task in self.tasks.items():
+            wanted = any(v.votes is None and _task_key(v) == key for v in self.recipe.vectors if v.data)
+            if wanted:
+                batches = task.bound.batches(task.shots.fewshot, self.recipe.batch_size)
+                votes = collect_votes(task.bound.model, task.bound.loss, batches, engine=self.recipe.engine)
+                task.votes = on_disk(votes, task.bound, self.recipe.target)
+                self.notes += task.votes.notes
+
+    def _settings(self) -> dict[str, Any]:
+        recipe = self.recipe
+        vectors = [Vector(v.base, v.tuned, self._votes_of(v), v.weight) for v in recipe.vectors]
+        return {
+            "target": recipe.target, "vectors": vectors, "method": recipe.method, "order": self.order,
+            "mask": recipe.mask, "density": recipe.densities(), "margin": recipe.margin, "seed": recipe.seed,
+            "head": recipe.head, **recipe.options,
+        }  # fmt: skip
+
+    def _votes_of(self, vector: VectorRecipe) -> SignVotes | str | None:
+        if self.order == "plain" or vector.votes is not None or vector.data is None:
+            return vector.votes
+        return self.tasks[_task_key(vector)].votes
+
+    def _choose(self, update: TaskVector | None) -> tuple[float, ScaleCurve | None]:
+        alpha = self.recipe.settled_alpha()
+        if alpha != "auto":
+            return float(alpha), None
+        assert update is not None
+        tasks = list(self.tasks.values())
+        batches = [list(task.bound.scoring_batches(task.shots.validation or [], 32)) for task in tasks]
+
+        def score(model: nn.Module) -> float:
+            found = [
+                ranking(evaluate(model, task.bound, part)) for task, part in zip(tasks, batches, strict=True)
+            ]
+            return sum(found) / len(found)
+
+        curve = search_scale(tasks[0].bound.model, self._on_module(update), score)
+        self.notes += curve.notes
+        return curve.best, curve
+
+    def _on_module(self, update: TaskVector) -> TaskVector:
+        """The update under the module's names; what is no parameter of it (a buffer on disk) stays out."""
+        model = next(iter(self.tasks.values())).bound.model
+        names = name_map(model, open_checkpoint(self.recipe.target).names())
+        parameters = dict(model.named_parameters())
+        return TaskVector({n: t for n, t in names.to_module(update).items() if n in parameters})
+
+    def _scores(self, update: TaskVector | None, alpha: float) -> dict[str, dict[str, Any]]:
+        assert update is not None
+        tasks = list(self.tasks.values())
+        model = tasks[0].bound.model
+        with dialled(model, self._on_module(update)) as dial:
+            before = [_test(model, task) for task in tasks]
+            dial.turn(alpha)
+            after = [_test(model, task) for task in tasks]
+        return {
+            name: {"labelled_examples": len(task.shots.fewshot), "test_before": old, "test_after": new}
+            for name, task, old, new in zip(_told_apart(self.tasks), tasks, before, after, strict=True)
+        }
+
+    def _write(
+        self, settings: dict[str, Any], out: Path, alpha: float, scores: dict[str, dict[str, Any]]
+    ) -> StreamReport:
+        details = {"recipe": self.recipe.model_dump(mode="json"), "tasks": scores}
+        written = Meter(nbytes(open_checkpoint(self.recipe.target)), self.stage)
+        return merge_checkpoints(
+            **settings, out=out, alpha=alpha, dtype=self.recipe.dtype, overwrite=self.overwrite,
+            force=self.recipe.force, details=details, extras=self._extras(list(self.tasks.values())),
+            progress=written, counting=self._counting(),
+        )  # fmt: skip
+
+    def _counting(self) -> Meter:
+        """Some methods read everything once or twice before they write."""
+        return Meter(None, self.stage, "counting,")
+
+    def _extras(self, tasks: Sequence[_TaskOnTarget]) -> Callable[[Path], None] | None:
+        """A head that belongs to one task goes along; heads of several tasks do not fit into one folder."""
+        if len(tasks) == 1:
+            return tasks[0].bound.save_extras
+        if tasks:
+            self.notes.append("score single tasks with the target's own head: --head-from the target")
+        return None
+
+
+def _task_key(vector: VectorRecipe) -> tuple[Any, ...]:
+    """What must be equal for two vectors to share one task's examples and votes."""
+    own = vector.model_dump(exclude={"base", "tuned", "weight", "density", "votes"})
+    return tuple(sorted((name, str(value)) for name, value in own.items()))
+
+
+def _told_apart(tasks: Mapping[tuple[Any, ...], _TaskOnTarget]) -> list[str]:
+    """A name of its own for every task; those on the same data are told apart by the options they differ in."""
+    names = []
+    for key, task in tasks.items():
+        twins = [dict(other) for other, one in tasks.items() if one.name == task.name]
+        apart = [(option, value) for option, value in key if any(twin[option] != value for twin in twins)]
+        own = [f"{option} {value}" for option, value in apart if value != str(None)]
+        names.append(f"{task.name} ({', '.join(own)})" if own else task.name)
+    return names
+
+
+def _test(model: nn.Module, task: _TaskOnTarget) -> dict[str, float] | None:
+    if not task.shots.test:
+        return None
+    return evaluate(model, task.bound, task.bound.scoring_batches(task.shots.test, 32))

@@ -1,0 +1,127 @@
+"""The report of a single transport: the target before and after, on the same kind of page as a comparison.
+
+It says what was done and measured; what other methods would have done, nobody measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradfix.checkpoints.folder import versions
+from gradfix.commands.configs import TransportConfig, command_line
+from gradfix.errors import DataError
+from gradfix.methods.results import Results
+from gradfix.methods.verdicts import STAYS
+from gradfix.vectors.diagnostics import kept_by_block
+from gradfix.vectors.masks import MASKS
+
+if TYPE_CHECKING:
+    from gradfix.commands.outcome import TransportResult
+
+
+def write_page(config: TransportConfig, result: TransportResult, samples: int) -> Path:
+    """HTML and Markdown; needs a test split, because a page without a measurement would say nothing."""
+    from gradfix.report import write_report
+
+    return write_report(page_results(config, result, samples), str(config.report), title="Transport")
+
+
+def page_results(config: TransportConfig, result: TransportResult, samples: int) -> Results:
+    if result.before is None or result.after is None:
+        raise DataError(f"--report needs test examples, and {config.data} has no test split.")
+    name = config.method
+    if name == "mask":
+        name = {"agree": "gradfix", "none": "naive"}.get(config.mask, config.mask)
+    shared: dict[str, Any] = {
+        "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
+        "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
+        "flops": None, "samples": samples, "test_samples": int(result.before["samples"]), "margin": None, "kept": None,
+    }  # fmt: skip
+    before = shared | {
+        "method": "zero_shot", "accuracy": result.before["accuracy"], "alpha": 0.0, "seconds": 0.0,
+        "test_loss": result.before["loss"], "loss_after": result.loss_before, "notes": [],
+    }  # fmt: skip
+    after = shared | {
+        "method": name, "accuracy": result.after["accuracy"], "alpha": result.alpha, "margin": result.margin,
+        "seconds": sum(result.seconds.values()), "test_loss": result.after["loss"],
+        "loss_after": result.loss_after, "kept": result.report.kept if result.report else None,
+        "notes": list(result.notes),
+    }  # fmt: skip
+    where = {"pair": None, "shots": config.shots, "seed": config.seed, "method": name}
+    details: dict[str, Any] = {"curves": [], "kept": []}
+    if result.curve:
+        details["curves"].append({**where, **_curve(config, result)})
+    tensors = result.report.tensors if result.report else {}
+    moved = {n: t["kept"] for n, t in tensors.items() if t["fate"] == "transported"}
+    if moved:
+        details["kept"].append({**where, "blocks": kept_by_block(moved, dict.fromkeys(moved, 1))})
+    kind = "Trained" if config.method in STAYS else "Transported"
+    titles = {
+        "zero_shot": "Target as it is",
+        name: f"{kind} ({config.mask if config.method == 'mask' else config.method})",
+    }
+    statement = _statement(config, result, after, samples)
+    provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
+    return Results(
+        rows=[before, after],
+        baselines={},
+        verdict=statement,
+        verdicts=[statement],
+        titles=titles,
+        versions=versions(),
+        notes=list(result.notes),
+        provenance=[provenance],
+        **details,
+    )
+
+
+def _curve(config: TransportConfig, result: TransportResult) -> dict[str, Any]:
+    """What the search saw: accuracies to which the loss adds less than half an example."""
+    assert result.curve is not None
+    voted = MASKS[config.mask].sees in ("direction", "votes")
+    return {
+        "rule": config.vote if voted else None, "points": result.curve.points, "best": result.alpha,
+        "measure": "score", "on": _place(config, result.regime),
+    }  # fmt: skip
+
+
+def _place(config: TransportConfig, regime: str) -> str:
+    """Where choices were scored; votes from a file may have seen the examples of every fold."""
+    if regime == "validation":
+        return "the validation split"
+    return "held-out folds of the few-shot set" if config.votes is None else "the few-shot set"
+
+
+def _chosen(config: TransportConfig, result: TransportResult) -> str:
+    if result.regime == "recipe":
+        return "set by the recipe"
+    if result.regime == "given" or (config.method == "mask" and config.alpha != "auto"):
+        return "given"
+    return f"chosen on {_place(config, result.regime)}"
+
+
+def _statement(
+    config: TransportConfig, result: TransportResult, after: dict[str, Any], samples: int
+) -> dict[str, Any]:
+    """In the place of a verdict: what was done and what it did on test."""
+    assert result.before is not None and result.after is not None
+    advice = _deed(config, result, samples)
+    before, now = result.before["accuracy"], result.after["accuracy"]
+    text = (
+        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
+        f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried: that is what gradfix compare is for."
+    )
+    return {
+        "compared": False, "method": after["method"], "accuracy": now, "over_zero_shot": now - before,
+        "recovered": None, "cost_seconds": after["seconds"], "best_on_test": None, "regime": result.regime,
+        "shots": config.shots, "pair": None, "seeds": 1, "advice": advice, "text": text,
+    }  # fmt: skip
+
+
+def _deed(config: TransportConfig, result: TransportResult, samples: int) -> str:
+    tuned, target = Path(config.tuned).name, Path(config.target).name
+    if result.alpha == 0:
+        return f"Kept {target} as it is."
+    if config.method in STAYS:
+        return f"Fine-tuned {target} on {samples} labelled examples; nothing of {tuned} was moved."
+    return f"Moved {tuned} onto {target}."

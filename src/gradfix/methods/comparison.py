@@ -1,0 +1,333 @@
+"""Compare methods side by side under one label budget, and say which one to ship.
+
+Work is done in units of one method on one few-shot set. With a work folder each finished unit is a small
+file, written whole or not at all: a killed run loses at most the unit it was in, and a repeated run
+gives the same JSON, timings included."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradfix.checkpoints.folder import versions
+from gradfix.checkpoints.open import Source
+from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.methods.changed import changed_examples
+from gradfix.methods.inputs import Inputs
+from gradfix.methods.methods import METHODS, NotHere, Outcome, vote_details
+from gradfix.methods.results import Results
+from gradfix.methods.search import Search
+from gradfix.methods.support import Support
+from gradfix.registry import unknown
+from gradfix.tasks.base import Bound, Task
+from gradfix.vectors.scale import dialled
+
+Progress = Callable[[str, int, int], None]
+Unit = dict[str, Any]
+
+
+def compare(
+    *,
+    base: Source,
+    tuned: Source,
+    target: Source | Bound,
+    data: Any,
+    task: str | Task | None = None,
+    target_tuned: Source | None = None,
+    shots: Sequence[int] = (5,),
+    seeds: Sequence[int] = (0,),
+    methods: Iterable[str] | None = None,
+    validation: Any = "auto",
+    unlabelled: Any = None,
+    work: str | os.PathLike[str] | None = None,
+    search: Search | None = None,
+    finetune: Mapping[str, Any] | bool = True,
+    task_options: Mapping[str, Any] | None = None,
+    batch_size: int = 32,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    engine: str = "auto",
+    allow_fewer: bool = False,
+    pair: str | None = None,
+    command: str | None = None,
+    progress: Progress | None = None,
+) -> Results:
+    """Every method on every few-shot set; see `METHODS` for the names.
+
+    `target` is a checkpoint or an opened one. `data` needs the splits train (the few-shot sets are drawn from
+    it) and test. `validation` is "auto" (the data's own split when there is one), "none" (everything is chosen
+    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. The references `oracle` and `fine_tuned` take
+    `target_tuned`; without it the target is fine-tuned on the train split (`finetune` holds the recipe's options,
+    False leaves them out). `progress(what, done, total)` is called before each unit and once at the end."""
+    names, explicit = _names(methods, target_tuned)
+    inputs = Inputs(
+        base=base,
+        tuned=tuned,
+        target=target,
+        target_tuned=target_tuned,
+        data=data,
+        task=task,
+        validation=validation,
+        unlabelled=unlabelled,
+        finetune=finetune if any(METHODS[name].reference for name in names) else False,
+        task_options=task_options or {},
+        search=search or Search(),
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        engine=engine,
+        allow_fewer=allow_fewer,
+        work=Path(work) if work is not None else None,
+    )
+    shots, seeds = tuple(dict.fromkeys(shots)), tuple(dict.fromkeys(seeds))
+    if not shots or not seeds:
+        raise UsageError("give at least one budget (shots) and one seed.")
+    run = _Run(inputs, shots, seeds, names, explicit=explicit, progress=progress)
+    units = run.all()
+    rows = [run.row(unit, k, seed, pair) for k in shots for seed in seeds for unit in units[k, seed]]
+    details = run.details(units, pair)
+    results = Results.build(rows, titles=run.titles(), versions=versions(), notes=run.notes, **details)
+    provenance = {
+        "pair": pair,
+        "command": command,
+        **inputs.provenance(),
+        "shots": list(shots),
+        "seeds": list(seeds),
+    }
+    changed = run.changed(results, units, pair)
+    return Results.build(
+        rows, titles=run.titles(), versions=versions(), notes=run.notes, changed=changed, provenance=[provenance],
+        **details,
+    )  # fmt: skip
+
+
+def _names(methods: Iterable[str] | None, target_tuned: Source | None) -> tuple[list[str], bool]:
+    if methods is None:
+        return list(METHODS), False
+    wanted = {"zero_shot", *methods} | ({"fine_tuned"} if target_tuned is not None else set())
+    for name in wanted:
+        if name not in METHODS:
+            raise UsageError(unknown("method", name, list(METHODS)))
+    return [name for name in METHODS if name in wanted], True
+
+
+class _Run:
+    """The units of one comparison, done or read back."""
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        shots: Sequence[int],
+        seeds: Sequence[int],
+        names: Sequence[str],
+        *,
+        explicit: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.inputs, self.arena = inputs, inputs.arena
+        self.shots, self.seeds, self.names, self.explicit = shots, seeds, list(names), explicit
+        self.progress = progress
+        self.parameters, self.tokens = inputs.parameters(), inputs.tokens()
+        self.left_out: dict[str, str] = {}
+        self.slopes = bool({"gradfix_mean", "magnitude"} & set(names))
+        self._fixed: dict[str, Unit] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        missing = [f"{name} was left out: {why}" for name, why in self.left_out.items()]
+        return list(dict.fromkeys([*self.inputs.notes, *self.arena.notes, *missing]))
+
+    def titles(self) -> dict[str, str]:
+        return {name: METHODS[name].title for name in self.names if name not in self.left_out}
+
+    def all(self) -> dict[tuple[int, int], list[Unit]]:
+        done, total = 0, len(self.shots) * len(self.seeds) * len(self.names)
+        units: dict[tuple[int, int], list[Unit]] = {}
+        for shots in self.shots:
+            for seed in self.seeds:
+                units[shots, seed] = []
+                for name in self.names:
+                    if self.progress is not None:
+                        self.progress(f"{METHODS[name].title}, {shots} per class, seed {seed}", done, total)
+                    unit = self._unit(name, shots, seed)
+                    done += 1
+                    if unit is not None:
+                        units[shots, seed].append(unit)
+        if self.progress is not None:
+            self.progress("done", total, total)
+        return units
+
+    def _unit(self, name: str, shots: int, seed: int) -> Unit | None:
+        if name in self.left_out:
+            return None
+        fixed = METHODS[name].fixed and self.arena.regime == "validation"
+        if fixed and name in self._fixed:
+            return self._fixed[name]
+        key = {"method": name, "sets": self._sets() if fixed else [[shots, seed]], "slopes": self.slopes}
+        folder = self.inputs.folder
+        unit = folder.read_unit(key) if folder is not None else None
+        if unit is not None:
+            self.arena.notes += unit.get("said", ())
+        else:
+            before = len(self.arena.notes)
+            try:
+                unit = self._work(name, shots, seed, fixed)
+            except (NotHere, IncompatibleCheckpoints) as error:
+                if self.explicit and not isinstance(error, NotHere):
+                    raise
+                self.left_out[name] = str(error)
+                return None
+            unit["said"] = self.arena.notes[before:]  # the run that reads this unit back says it too
+            if folder is not None:
+                folder.write_unit(key, unit)
+        if fixed:
+            self._fixed[name] = unit
+        return unit
+
+    def _sets(self) -> list[list[int]]:
+        return [[shots, seed] for shots in self.shots for seed in self.seeds]
+
+    def _work(self, name: str, shots: int, seed: int, fixed: bool) -> Unit:
+        support = self.arena.support(shots, seed)
+        start = time.perf_counter()
+        self.arena.open_bill()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*tensors abstained")
+            outcome = METHODS[name].run(self.arena, support)
+        work = self.arena.bill.total(time.perf_counter() - start)
+        unit = self._measure(outcome, support, fixed)
+        given = name in ("fine_tuned", "oracle") and self.inputs.sources["target_tuned"] is not None
+        return {
+            **unit,
+            "method": name,
+            "seconds": round(work.seconds, 4),
+            "flops": None if given else work.flops(self.parameters, self.tokens),
+        }
+
+    def _measure(self, outcome: Outcome, support: Support, fixed: bool) -> Unit:
+        """Score what the method would ship; nothing here flows back into a choice."""
+        arena, update = self.arena, outcome.update
+        sets = self._sets() if fixed else [[support.shots, support.seed]]
+        before = {f"{k}-{s}": self._loss_before(k, s) for k, s in sets}
+        with dialled(arena.model, update if update is not None else {}) as dial:
+            dial.turn(outcome.alpha)
+            score, answers = arena.predictions("test")
+            after = {f"{k}-{s}": self._loss(k, s) for k, s in sets}
+        parts = dict(outcome.parts)
+        if "votes" in parts:
+            parts.update(vote_details(arena, support, parts["votes"]))
+        slope = None
+        if self.slopes and update is not None and not fixed:
+            gradient = support.gradient(support.whole)
+            shared = [name for name in update if name in gradient]
+            slope = outcome.alpha * update.subset(shared).dot(gradient.subset(shared))
+        return {
+            "accuracy": score.accuracy,
+            "test_loss": _finite(score.loss),
+            "alpha": outcome.alpha,
+            "margin": outcome.margin,
+            "validation_accuracy": outcome.score.accuracy if outcome.score else None,
+            "validation_score": outcome.score.value if outcome.score else None,
+            "loss_before": before,
+            "loss_after": after,
+            "slope": _finite(slope),
+            "kept": parts.pop("kept_share", None),
+            "notes": list(outcome.notes),
+            "parts": parts,
+            "answers": answers,
+        }
+
+    def _loss_before(self, shots: int, seed: int) -> float | None:
+        return _finite(self.arena.untouched(self.arena.few_shot_set(shots, seed)).loss)
+
+    def _loss(self, shots: int, seed: int) -> float | None:
+        return _finite(self.arena.score(self.arena.few_shot_set(shots, seed)).loss)
+
+    def row(self, unit: Unit, shots: int, seed: int, pair: str | None) -> dict[str, Any]:
+        """The public row of a unit."""
+        here = f"{shots}-{seed}"
+        fixed = METHODS[unit["method"]].fixed and self.arena.regime == "validation"
+        parts = {
+            name: unit["parts"][name]
+            for name in ("rate", "steps", "start_alpha", "tie_rate")
+            if name in unit["parts"]
+        }
+        return {
+            "pair": pair,
+            "task": Path(self.inputs.dataset.source).name,
+            "method": unit["method"],
+            "shots": shots,
+            "seed": seed,
+            "accuracy": unit["accuracy"],
+            "recovered": None,
+            "alpha": unit["alpha"],
+            "margin": unit["margin"],
+            "seconds": unit["seconds"],
+            "regime": self.arena.regime,
+            "validation_accuracy": unit["validation_accuracy"],
+            "validation_score": unit["validation_score"],
+            "test_loss": unit["test_loss"],
+            "loss_before": unit["loss_before"][here],
+            "loss_after": unit["loss_after"][here],
+            "slope": unit["slope"],
+            "kept": unit["kept"],
+            "flops": unit["flops"],
+            "samples": 0 if fixed else len(self.arena.examples[self.arena.few_shot_set(shots, seed)]),
+            "test_samples": len(self.inputs.test),
+            "notes": unit["notes"],
+            **parts,
+        }
+
+    def details(self, units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None) -> dict[str, Any]:
+        """Curves, agreement and kept shares for the report."""
+        found: dict[str, list[dict[str, Any]]] = {"curves": [], "agreement": [], "kept": []}
+        for (shots, seed), group in units.items():
+            for unit in group:
+                where = {"pair": pair, "shots": shots, "seed": seed, "method": unit["method"]}
+                parts = unit["parts"]
+                if "votes" in parts:
+                    found["curves"].append(
+                        {**where, "rule": parts["votes"], "points": parts["curve"], "best": unit["alpha"]}
+                    )
+                    found["agreement"].append(
+                        {
+                            **where,
+                            "rule": parts["votes"],
+                            "with": parts["agreement_with"],
+                            "blocks": parts["agreement"],
+                        }
+                    )
+                elif unit["method"] in ("naive", "veto", "oracle"):
+                    found["curves"].append(
+                        {**where, "rule": None, "points": parts["curve"], "best": unit["alpha"]}
+                    )
+                if "kept" in parts and not METHODS[unit["method"]].control:
+                    found["kept"].append({**where, "blocks": parts["kept"]})
+        return found
+
+    def changed(
+        self, results: Results, units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None
+    ) -> list[dict[str, Any]]:
+        """Test examples on which the shipped method answers differently from the target as it is."""
+        verdict = results.verdict
+        shots, seed = verdict["shots"], self.seeds[0]
+        group = {unit["method"]: unit for unit in units[shots, seed]}
+        name = verdict["method"]
+        if name == "zero_shot":
+            moved = [unit for unit in group.values() if not METHODS[unit["method"]].reference]
+            name = max(moved, key=lambda unit: (unit["validation_score"], unit["alpha"]))["method"]
+        before, after = group["zero_shot"]["answers"], group[name]["answers"]
+        found = changed_examples(self.inputs.test, self.arena.bound.labels, before, after)
+        return [{"pair": pair, "method": name, "shots": shots, "seed": seed, **found}]
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN: a loss that overflowed is reported as unknown."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,235 @@
+"""Results of a comparison: rows, verdict and what the report draws, as one JSON file.
+
+Rows are per method, budget and seed; everything else is derived from them or describes how they came about.
+Accuracies are in percent, recovered is a share: (accuracy - zero-shot) / (fine-tuned - zero-shot)."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gradfix.errors import CorruptInput, UsageError
+from gradfix.methods.verdicts import judge, mean, spread
+
+Row = dict[str, Any]
+FIELDS = ("method", "shots", "seed", "accuracy", "recovered", "alpha", "seconds")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What `compare` returns. `verdict` speaks for the largest budget of each pair; `verdicts` has them all."""
+
+    rows: list[Row]
+    baselines: dict[str, Any]
+    verdict: dict[str, Any]
+    versions: dict[str, Any]
+    verdicts: list[dict[str, Any]] = field(default_factory=list)
+    titles: dict[str, str] = field(default_factory=dict)
+    curves: list[dict[str, Any]] = field(default_factory=list)
+    agreement: list[dict[str, Any]] = field(default_factory=list)
+    kept: list[dict[str, Any]] = field(default_factory=list)
+    changed: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    provenance: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, rows: Iterable[Mapping[str, Any]], **details: Any) -> Results:
+        """Fill in what follows from the rows: recovered shares, baselines and verdicts."""
+        filled = with_recovered(rows)
+        pairs = list(dict.fromkeys(row.get("pair") for row in filled))
+        titles = details.get("titles", {})
+        verdicts = []
+        for pair in pairs:
+            mine = [row for row in filled if row.get("pair") == pair]
+            if len({row["regime"] for row in mine}) > 1:
+                raise UsageError(
+                    "rows chosen on validation data and rows chosen on folds cannot be compared."
+                )
+            for shots in dict.fromkeys(row["shots"] for row in mine):
+                verdicts.append(judge([row for row in mine if row["shots"] == shots], titles))
+        baselines = {pair: _baselines([r for r in filled if r.get("pair") == pair]) for pair in pairs}
+        return cls(
+            rows=filled,
+            baselines=baselines[pairs[0]]
+            if len(pairs) == 1
+            else {str(pair): b for pair, b in baselines.items()},
+            verdict=_headline(verdicts),
+            verdicts=verdicts,
+            **details,
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence[Results]) -> Results:
+        """Several pairs side by side; each part must have its own pair name."""
+        names = [pair for part in parts for pair in part.pairs()]
+        if len(set(names)) != len(names):
+            raise UsageError(
+                f"two comparisons share a pair name: {', '.join(map(str, names))}. Give each its own."
+            )
+        joined: dict[str, Any] = {"titles": {}, "versions": parts[0].versions}
+        for part in parts:
+            joined["titles"].update(part.titles)
+        for key in ("curves", "agreement", "kept", "changed", "provenance"):
+            joined[key] = [entry for part in parts for entry in getattr(part, key)]
+        joined["notes"] = list(dict.fromkeys(note for part in parts for note in part.notes))
+        return cls.build([row for part in parts for row in part.rows], **joined)
+
+    def pairs(self) -> list[str | None]:
+        return list(dict.fromkeys(row.get("pair") for row in self.rows))
+
+    def title(self, method: str) -> str:
+        return self.titles.get(method, method)
+
+    def summary_rows(self, pair: str | None = None) -> list[dict[str, Any]]:
+        """One row per pair, budget and method: means over seeds, with the spread of the accuracy."""
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            if pair is None or row.get("pair") == pair:
+                groups.setdefault((row.get("pair"), row["shots"], row["method"]), []).append(row)
+        order = {name: index for index, name in enumerate(self.titles)}
+        budgets = list(dict.fromkeys((key[0], key[1]) for key in groups))
+        ranked = sorted(groups, key=lambda k: (budgets.index(k[:2]), order.get(k[2], len(order))))
+        return [_summary(key, groups[key], self.title(key[2])) for key in ranked]
+
+    def table(self) -> list[list[str]]:
+        """Header and cells as text, for any printer."""
+        rows = self.summary_rows()
+        several = len(self.pairs()) > 1
+        header = [
+            *(["pair"] if several else []),
+            "shots",
+            "method",
+            "accuracy",
+            "recovered",
+            "alpha",
+            "seconds",
+        ]
+        cells = []
+        for row in rows:
+            start = [str(row["pair"])] if several else []
+            cells.append([*start, str(row["shots"]), row["method"], accuracy_text(row), share_text(row["recovered"]),
+                          number_text(row["alpha"]), f"{row['seconds']:.1f}"])  # fmt: skip
+        return [header, *cells]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        from gradfix.checkpoints.write import write_text
+
+        write_text(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Results:
+        from pydantic import TypeAdapter
+
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            missing = [name for row in content["rows"] for name in FIELDS if name not in row]
+            if missing:
+                raise KeyError(missing[0])
+            if not content["rows"]:
+                raise ValueError("no rows")
+            return TypeAdapter(cls).validate_python(content)
+        except FileNotFoundError:
+            raise CorruptInput(f"{path} does not exist; write one with `gradfix compare --json`.") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            why = " ".join(repr(error).split())[:80]
+            raise CorruptInput(f"{path} is not a results file of gradfix compare ({why}).") from None
+
+    def to_markdown(self) -> str:
+        from gradfix.report.markdown import to_markdown
+
+        return to_markdown(self)
+
+    def _repr_html_(self) -> str:
+        from gradfix.vectors.diagnostics import notebook_table
+
+        header, *cells = self.table()
+        table = notebook_table("Comparison", header, cells)
+        return f"<p>{html.escape(self.verdict.get('text', ''))}</p>{table}"
+
+
+def recovered(accuracy: float, zero_shot: float | None, fine_tuned: float | None) -> float | None:
+    """Share of the fine-tuning gain; None where full fine-tuning gains nothing or is unknown."""
+    if zero_shot is None or fine_tuned is None or fine_tuned <= zero_shot:
+        return None
+    return (accuracy - zero_shot) / (fine_tuned - zero_shot)
+
+
+def with_recovered(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    filled = [dict(row) for row in rows]
+    for pair in {row.get("pair") for row in filled}:
+        mine = [row for row in filled if row.get("pair") == pair]
+        ends = [
+            mean([r["accuracy"] for r in mine if r["method"] == name]) for name in ("zero_shot", "fine_tuned")
+        ]
+        for row in mine:
+            row["recovered"] = recovered(row["accuracy"], *ends)
+    return filled
+
+
+def _baselines(rows: Sequence[Row]) -> dict[str, float]:
+    found = {}
+    for name in ("zero_shot", "naive", "one_step", "few_shot", "oracle", "fine_tuned"):
+        values = [row["accuracy"] for row in rows if row["method"] == name]
+        if values:
+            found[name] = fmean(values)
+    return found
+
+
+def _headline(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The verdict at the largest budget; with several pairs the first speaks and the text names all."""
+    last: dict[Any, Mapping[str, Any]] = {}
+    for verdict in verdicts:
+        known = last.get(verdict["pair"])
+        if known is None or verdict["shots"] >= known["shots"]:
+            last[verdict["pair"]] = verdict
+    first, *others = last.values()
+    if not others:
+        return dict(first)
+    text = " ".join(f"{str(v['pair']).capitalize()}: {v['text']}" for v in last.values())
+    return {**first, "text": text, "pairs": {str(pair): dict(v) for pair, v in last.items()}}
+
+
+def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str, Any]:
+    pair, shots, method = key
+    accuracies = [row["accuracy"] for row in rows]
+    alphas = sorted(row["alpha"] for row in rows)
+    return {
+        "pair": pair,
+        "shots": shots,
+        "method": method,
+        "title": title,
+        "accuracy": fmean(accuracies),
+        "spread": spread(accuracies),
+        "recovered": mean([row["recovered"] for row in rows]),
+        "alpha": alphas[len(alphas) // 2],
+        "margin": mean([row.get("margin") for row in rows]),
+        "seconds": fmean(row["seconds"] for row in rows),
+        "flops": mean([row.get("flops") for row in rows]),
+        "validation_accuracy": mean([row.get("validation_accuracy") for row in rows]),
+        "loss_before": mean([row.get("loss_before") for row in rows]),
+        "loss_after": mean([row.get("loss_after") for row in rows]),
+        "kept": mean([row.get("kept") for row in rows]),
+        "seeds": len(rows),
+    }
+
+
+def accuracy_text(row: Mapping[str, Any]) -> str:
+    wide = f" +/- {row['spread']:.1f}" if row["spread"] is not None else ""
+    return f"{row['accuracy']:.1f}{wide}"
+
+
+def share_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def number_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"

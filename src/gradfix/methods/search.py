@@ -1,0 +1,124 @@
+"""What a comparison may try and how it keeps score: search grids, scores, curves, views of the few-shot set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gradfix.errors import UsageError
+from gradfix.tasks.base import Example
+from gradfix.vectors.scale import PAPER_GRID, WIDEN_BY
+from gradfix.vectors.taskvector import TaskVector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What the methods may try. The same for all of them.
+
+    `alphas` is widened by `wider` while its edge is best. Settings such as margins are first compared at the
+    `probes`, then the best one gets the whole grid. `patience` ends a curve after that many alphas in a row
+    that are clearly (2 points) below its best; None measures the whole grid."""
+
+    alphas: tuple[float, ...] = PAPER_GRID
+    wider: tuple[float, ...] = WIDEN_BY
+    probes: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    margins: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4)
+    steps: tuple[int, ...] = (5, 10, 20, 40)
+    step_batch: int = 32
+    folds: int = 5
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.alphas or min(*self.alphas, *self.probes) <= 0:
+            raise UsageError("the alphas and probes of a search must be positive; 0 is always tried besides.")
+
+    @classmethod
+    def quick(cls) -> Search:
+        """A coarse search for demonstrations: the same rules, fewer points."""
+        return cls(
+            alphas=(0.25, 0.5, 1.0),
+            wider=(1.5, 2.0, 3.0, 4.0, 6.0, 8.0),
+            probes=(0.5, 1.0),
+            margins=(0.0, 0.4, 1.0),
+            rates=(1e-4, 3e-4),
+            steps=(8, 16),
+            step_batch=16,
+            folds=3,
+            patience=1,
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """Counts of one measurement; scores of several folds add up to one."""
+
+    right: int
+    loss_sum: float
+    count: int
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.right + other.right, self.loss_sum + other.loss_sum, self.count + other.count)
+
+    @property
+    def accuracy(self) -> float:
+        return 100 * self.right / self.count
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.count
+
+    @property
+    def value(self) -> float:
+        """Accuracy; ties go to the lower loss. The loss is worth less than half an example, whatever it is."""
+        loss = self.loss if self.loss == self.loss else float("inf")
+        return self.accuracy + 0.5 * (100 / self.count) / (1 + max(loss, 0.0))
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Scores along alpha for one setting."""
+
+    points: dict[float, Score]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> float:
+        return max(self.points, key=lambda alpha: (self.points[alpha].value, -alpha))
+
+    @property
+    def score(self) -> Score:
+        return self.points[self.best]
+
+    def accuracies(self) -> list[tuple[float, float]]:
+        return [(alpha, score.accuracy) for alpha, score in sorted(self.points.items())]
+
+
+@dataclass(frozen=True)
+class View:
+    """One way to split the few-shot set: what a method may learn from, and what it is scored on."""
+
+    fit: tuple[Example, ...]
+    held: str  # the name of the batches that score it
+    left_out: int | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing a method can do: its knobs, and the update it makes from a view of the few-shot set.
+
+    `key` names an update that other methods make as well and that no label went into."""
+
+    knobs: Mapping[str, float]
+    make: Callable[[View], TaskVector]
+    key: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The setting and alpha that scored best, with its curve."""
+
+    setting: Setting
+    alpha: float
+    curve: Curve
+    notes: tuple[str, ...] = ()

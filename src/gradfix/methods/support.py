@@ -1,0 +1,102 @@
+"""The few-shot set of one budget and seed: its folds, and what the target says about it.
+
+Votes and gradients add up over examples, so each example is asked once however many folds share it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradfix.data import folds
+from gradfix.errors import DataError
+from gradfix.methods.search import Score, View
+from gradfix.training.costs import Work
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.votes.collect import collect_gradient, collect_votes
+
+if TYPE_CHECKING:
+    from gradfix.methods.trial import Arena
+
+
+class Support:
+    """One few-shot set: its examples, its folds, and what the target says about them."""
+
+    def __init__(self, arena: Arena, shots: int, seed: int) -> None:
+        self.arena, self.shots, self.seed = arena, shots, seed
+        self.name = arena.few_shot_set(shots, seed)
+        self.examples = tuple(arena.examples[self.name])
+        self.parts = [self.examples]
+        if arena.regime == "few_shot":
+            if len(self.examples) < 2:
+                raise DataError("one example cannot be held out; give --shots 2 or more, or validation data.")
+            cuts = folds(self.examples, min(arena.search.folds, len(self.examples)), seed)
+            self.parts = [tuple(self.examples[i] for i in held) for _, held in cuts]
+            for number, part in enumerate(self.parts):
+                arena.define(f"fold-{number}", part)
+
+    @property
+    def whole(self) -> View:
+        return View(self.examples, self.name if self.arena.regime == "few_shot" else "validation")
+
+    def views(self) -> list[View]:
+        """What choices are made on: all examples scored on validation, or each fold scored by the others."""
+        if self.arena.regime == "validation":
+            return [self.whole]
+        return [
+            View(
+                tuple(e for k, part in enumerate(self.parts) if k != left for e in part), f"fold-{left}", left
+            )
+            for left in range(len(self.parts))
+        ]
+
+    def untouched(self) -> Score:
+        """The target itself on what scores the choices."""
+        return self.arena.untouched(self.whole.held)
+
+    def votes(self, view: View, rule: str = "majority") -> SignVotes:
+        """Votes on a view's examples. Votes add up, so every example is asked once however many folds there are."""
+        if rule == "mean":
+            return self._mean(view)
+        total: SignVotes | None = None
+        for number in self._numbers(view):
+            votes = self.arena.shared(self._key("votes", number), partial(self._vote, number), file=True)
+            total = votes if total is None else total + votes
+        assert total is not None
+        return total
+
+    def gradient(self, view: View) -> TaskVector:
+        """The mean gradient over a view's examples."""
+        total: TaskVector | None = None
+        count = 0
+        for number in self._numbers(view):
+            part = self.arena.shared(self._key("gradient", number), partial(self._gradient, number))
+            size = len(self.parts[number])
+            total, count = part * size if total is None else total + part * size, count + size
+        assert total is not None
+        return total / count
+
+    def _mean(self, view: View) -> SignVotes:
+        gradient = self.gradient(view)
+        return SignVotes({name: (-g.sign()).to(torch.int32) for name, g in gradient.items()}, 1, rule="mean")
+
+    def _numbers(self, view: View) -> list[int]:
+        return [number for number in range(len(self.parts)) if number != view.left_out]
+
+    def _key(self, kind: str, number: int) -> str:
+        return f"{kind}-{self.shots}-{self.seed}-{len(self.parts)}-{number}"
+
+    def _vote(self, number: int) -> SignVotes:
+        arena, part = self.arena, self.parts[number]
+        batches = arena.bound.batches(part, arena.batch_size)
+        votes = collect_votes(arena.model, arena.bound.loss, batches, engine=arena.engine)
+        arena.bill.own += Work(forward=len(part), backward=len(part))
+        return votes
+
+    def _gradient(self, number: int) -> TaskVector:
+        arena, part = self.arena, self.parts[number]
+        batches = arena.bound.batches(part, arena.batch_size)
+        arena.bill.own += Work(forward=len(part), backward=len(part))
+        return collect_gradient(arena.model, arena.bound.loss, batches)

@@ -1,0 +1,338 @@
+"""The ring in which methods meet: one target, one task vector, one label budget.
+
+Votes, gradients, alignments and collated batches are made once and shared; each method is billed for
+what it used. Everything a method decides is decided by `Arena.choose`, on the validation split or on held-out
+folds of the few-shot set, never on both and never on test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.data import few_shot
+from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View
+from gradfix.methods.support import Support
+from gradfix.tasks.base import Batch, Bound, Example, by_length
+from gradfix.training.costs import Work
+from gradfix.vectors.scale import Dial, dialled
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.votes.collect import left_as_it_was
+
+Regime = Literal["validation", "few_shot"]
+CACHE_BYTES = 2**30
+
+
+@dataclass
+class Bill:
+    """What one unit of work used: its own passes, and shared products by name."""
+
+    own: Work = field(default_factory=Work)
+    shared: dict[str, Work] = field(default_factory=dict)
+    away: float = 0.0  # seconds spent making shared products inside the unit
+
+    def total(self, wall: float) -> Work:
+        own = Work(self.own.forward, self.own.backward, self.own.steps, self.own.vectors, wall - self.away)
+        return sum(self.shared.values(), own)
+
+
+class Arena:
+    """The opened target with everything the methods share."""
+
+    def __init__(
+        self,
+        *,
+        bound: Bound,
+        tau: TaskVector,
+        train: Sequence[Example],
+        validation: Sequence[Example] | None,
+        test: Sequence[Example],
+        search: Search | None = None,
+        batch_size: int = 32,
+        engine: str = "auto",
+        allow_fewer: bool = False,
+        store: Store | None = None,
+        aligned: Callable[[str], TaskVector] | None = None,
+        tuned_target: Callable[[], TaskVector] | None = None,
+        teacher: Callable[[], Bound | None] | None = None,
+        unlabelled: Sequence[Example] | None = None,
+    ) -> None:
+        self.bound, self.model = bound, bound.model
+        self.notes: list[str] = []
+        name_map(self.model)  # loads what the first vote would, so that no method is billed for imports
+        self.tau = self.by_module(tau)
+        self.train, self.validation, self.test = train, validation, test
+        self.search = search or Search()
+        self.batch_size, self.engine, self.allow_fewer = batch_size, engine, allow_fewer
+        self.regime: Regime = "few_shot" if validation is None else "validation"
+        self.store = store or Store()
+        self.bill = Bill()
+        self._aligned, self._tuned_target = aligned, tuned_target
+        self._open_teacher = teacher
+        self._teacher: Bound | None = None
+        self.unlabelled = unlabelled
+        self.examples: dict[str, Sequence[Example]] = {"test": test, "validation": validation or ()}
+        self._batches: dict[str, list[Batch]] = {}
+        self._shared: dict[str, tuple[Any, Work]] = {}
+        self._support: Support | None = None
+
+    def by_module(self, tau: TaskVector) -> TaskVector:
+        """The vector under the module's names, without tensors this model does not have."""
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        mapped = tau if set(tau) <= set(names) else name_map(self.model, list(tau)).to_module(tau)
+        odd = [name for name in mapped if name not in names and bool(mapped[name].any())]
+        if odd:
+            self.notes.append(f"{len(odd)} tensors of the vector are not in the target, first {odd[0]!r}.")
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        own: dict[str, Tensor] = {}
+        for name, parameter in names.items():
+            if name in mapped:  # a tied weight goes by several names, and moves once
+                own.setdefault(first[id(parameter)], mapped[name].to(parameter.device))
+        return TaskVector(own)
+
+    # -- shared products -------------------------------------------------------------------------------
+
+    def shared(self, key: str, make: Callable[[], Any], *, file: bool = False) -> Any:
+        """Make `key` once; whoever asks is billed for it once."""
+        if key not in self._shared:
+            start, before = time.perf_counter(), self.bill
+            self.bill = Bill()
+            try:
+                value, stored = self.store.load(key) if file else (None, None)
+                if value is None:
+                    value = make()
+                    spent = time.perf_counter() - start
+                    stored = self.bill.total(spent)
+                    if file:
+                        self.store.save(key, value, stored)
+            finally:
+                self.bill = before
+            before.away += time.perf_counter() - start
+            assert stored is not None
+            self._shared[key] = (value, stored)
+        value, work = self._shared[key]
+        self.bill.shared[key] = work
+        return value
+
+    def open_bill(self) -> None:
+        """A new unit of work starts; what it uses is written on its own bill."""
+        self.bill = Bill()
+
+    def aligned(self, method: str) -> TaskVector:
+        """tau after permuting base A onto the target."""
+        if self._aligned is None:
+            raise UsageError(f"{method} needs the base checkpoint to align; give base=.")
+        make = self._aligned
+        return self.shared(f"align-{method}", lambda: self.by_module(make(method)))
+
+    def tuned_target(self) -> TaskVector | None:
+        """The target's own task vector, for the references; None where nobody can know it."""
+        if self._tuned_target is None:
+            return None
+        make = self._tuned_target
+        return self.shared(
+            "named-target", lambda: self.by_module(self.shared("tuned-target", make, file=True))
+        )
+
+    def teacher(self) -> Bound | None:
+        """The tuned old model, opened once; like the target's, its opening is on nobody's bill."""
+        if self._teacher is None and self._open_teacher is not None:
+            start = time.perf_counter()
+            self._teacher = self._open_teacher()
+            self.bill.away += time.perf_counter() - start
+        return self._teacher
+
+    def support(self, shots: int, seed: int) -> Support:
+        if self._support is None or (self._support.shots, self._support.seed) != (shots, seed):
+            for key in [key for key in self._shared if key.startswith(("votes-", "gradient-"))]:
+                del self._shared[key]
+            self._batches = {name: b for name, b in self._batches.items() if not name.startswith("fold-")}
+            self._support = Support(self, shots, seed)
+        return self._support
+
+    # -- scoring ---------------------------------------------------------------------------------------
+
+    def few_shot_set(self, shots: int, seed: int) -> str:
+        """Draw the set of this budget and seed and return the name of its batches."""
+        name = self.set_name(shots, seed)
+        if name not in self.examples:
+            picked = few_shot(self.train, shots, seed, self.allow_fewer, self.bound.labels or None)
+            self.define(name, [self.train[index] for index in picked])
+        return name
+
+    @staticmethod
+    def set_name(shots: int, seed: int) -> str:
+        return f"few-{shots}-{seed}"
+
+    def define(self, name: str, examples: Sequence[Example]) -> None:
+        self.examples[name] = examples
+        self._batches.pop(name, None)
+
+    def batches(self, name: str) -> Iterator[Batch]:
+        """Short texts first, collated once where they fit in memory: every alpha sees the same tensors."""
+        if name in self._batches:
+            yield from self._batches[name]
+            return
+        kept: list[Batch] = []
+        size = 0
+        for batch in self.bound.scoring_batches(self.examples[name], self.batch_size):
+            size += sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, Tensor))
+            kept.append(batch)
+            if size > CACHE_BYTES:
+                kept.clear()
+            yield batch
+        if size <= CACHE_BYTES:
+            self._batches[name] = kept
+
+    def score(self, name: str) -> Score:
+        """The model as it stands now, on one named set."""
+        return self.predictions(name)[0]
+
+    def untouched(self, name: str) -> Score:
+        """The target itself on one named set; the model must not be moved when this is first asked."""
+        score: Score = self.shared(f"untouched-{name}", lambda: self.score(name))
+        return score
+
+    def predictions(self, name: str) -> tuple[Score, list[int]]:
+        right, loss, answers = 0, 0.0, []
+        with left_as_it_was(self.model), torch.no_grad():
+            for batch in self.batches(name):
+                predicted, losses = self.bound.judge(self.model, batch)
+                right += int((predicted == batch["labels"]).sum())
+                loss += float(losses.double().sum())
+                answers += predicted.tolist()
+        if not answers:
+            raise DataError(f"no examples to score in {name}; check the data and its splits.")
+        self.bill.own += Work(forward=len(answers))
+        places = by_length(self.examples[name])
+        in_order = [answer for _, answer in sorted(zip(places, answers, strict=True))]
+        return Score(right, loss, len(answers)), in_order
+
+    # -- choosing --------------------------------------------------------------------------------------
+
+    def choose(
+        self, support: Support, settings: Sequence[Setting], alphas: Sequence[float] | None = None
+    ) -> Choice:
+        """The best setting and alpha by the score of this arena's regime.
+
+        With `alphas` only those (and 0) are tried, without widening."""
+        if alphas is not None:
+            if len(settings) > 1:
+                raise UsageError("fixed alphas are for methods with one setting.")
+            curve = self._curve(support, settings[0], alphas)
+            return Choice(settings[0], curve.best, curve, curve.notes)
+        chosen, known = settings[0], None
+        if len(settings) > 1:
+            probes = [self._curve(support, one, self.search.probes) for one in settings]
+            best = max(range(len(settings)), key=lambda i: (probes[i].score.value, -i))
+            chosen, known = settings[best], probes[best].points
+        curve = self._curve(support, chosen, self.search.alphas, self.search.wider, known)
+        return Choice(chosen, curve.best, curve, curve.notes)
+
+    def _curve(
+        self,
+        support: Support,
+        setting: Setting,
+        grid: Sequence[float],
+        wider: Sequence[float] = (),
+        known: Mapping[float, Score] | None = None,
+    ) -> Curve:
+        """Scores on the grid, then one wider alpha after the other while the best is not left behind."""
+        views = support.views()
+        points = {0.0: support.untouched(), **(known or {})}
+        edge = max(grid)
+        rungs = [sorted(grid), *([alpha] for alpha in sorted(wider) if alpha > edge)]
+        for before, rung in zip([None, *rungs], rungs, strict=False):
+            if before is not None and Curve(points).best < before[-1]:
+                break
+            missing = [alpha for alpha in rung if alpha not in points]
+            parts = [self._along(support, view, setting, missing, points) for view in views if missing]
+            for alpha in missing:
+                if all(alpha in part for part in parts):
+                    points[alpha] = sum((part[alpha] for part in parts[1:]), parts[0][alpha])
+        return Curve(points, _curve_notes(Curve(points), edge if wider else None))
+
+    def _along(
+        self,
+        support: Support,
+        view: View,
+        setting: Setting,
+        alphas: Sequence[float],
+        known: Mapping[float, Score],
+    ) -> dict[float, Score]:
+        """One view's scores; with patience and a single view, a falling curve is not followed to its end."""
+        out: dict[float, Score] = {}
+        patience = self.search.patience if view.left_out is None else None
+        falling = 0
+        with ExitStack() as stack:
+            dials: list[Dial] = []
+
+            def measure(alpha: float) -> Score:
+                if not dials:
+                    dials.append(stack.enter_context(dialled(self.model, setting.make(view))))
+                dials[0].turn(alpha)
+                self.bill.own += Work(vectors=1)
+                return self.score(view.held)
+
+            for alpha in alphas:
+                out[alpha] = self._known_score(support, view, setting, alpha, measure)
+                top = max(score.accuracy for score in (*known.values(), *out.values()))
+                falling = falling + 1 if out[alpha].accuracy < top - 2 else 0
+                if patience is not None and falling >= patience:
+                    break
+        return out
+
+    def _known_score(
+        self, support: Support, view: View, setting: Setting, alpha: float, measure: Callable[[float], Score]
+    ) -> Score:
+        """Settings that several methods share are measured once, and billed to each."""
+        if setting.key is None:
+            return measure(alpha)
+        fold = "" if view.held == "validation" else f"-{support.name}"
+        score: Score = self.shared(f"score-{setting.key}{fold}-{view.held}-{alpha}", lambda: measure(alpha))
+        return score
+
+
+def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:
+    best = curve.best
+    if curve.score.loss != curve.score.loss:
+        raise UnsafeResult("no alpha gives a finite loss; the update or the model is not finite.")
+    notes = []
+    if edge is not None and best >= edge and max(curve.points) > edge:
+        notes.append(
+            f"the best alpha lay at the edge {edge:g}, so the grid was widened to {max(curve.points):g}"
+        )
+    if best == max(curve.points):
+        notes.append(f"the best alpha {best:g} is the largest one tried: a wider grid may do better")
+    if best == 0:
+        notes.append("alpha 0 scored best: do not transport")
+    return tuple(notes)
+
+
+class Store:
+    """Where shared products outlive the process; this one forgets. See `comparison.Folder`."""
+
+    def load(self, key: str) -> tuple[Any, Work | None]:
+        return None, None
+
+    def save(self, key: str, value: Any, work: Work) -> None:
+        return None
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights before, by name; they come back bit for bit."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])

@@ -1,0 +1,269 @@
+"""Vote counts: integers per weight, never in the parameter's dtype.
+
+`Tally` is the accumulator an engine adds to; `SignVotes` is the finished, immutable count. A bf16
+accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints
+
+if TYPE_CHECKING:
+    from gradfix.checkpoints.safetensors_file import SafetensorsFile
+
+LIMITS = ((127, torch.int8), (32767, torch.int16), (2**31 - 1, torch.int32))
+
+
+def dtype_for(count: int) -> torch.dtype:
+    """The narrowest integer that holds `count` votes of either sign."""
+    return next(dtype for limit, dtype in LIMITS if count <= limit)
+
+
+class SignVotes(Mapping[str, Tensor]):
+    """Per weight: samples that want it to grow minus samples that want it to shrink.
+
+    `count` is the number of samples. `target_hash` names the weights the votes were taken at;
+    votes for other weights are refused where a checkpoint is written."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        count: int,
+        *,
+        rule: str = "majority",
+        target_hash: str | None = None,
+        disk_names: Mapping[str, str] | None = None,
+        probe: Mapping[str, list[float]] | None = None,
+        notes: tuple[str, ...] = (),
+        origin: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tensors = dict(tensors)
+        self.count = int(count)
+        self.rule = rule
+        self.target_hash = target_hash
+        self.disk_names = dict(disk_names or {})
+        self.probe = dict(probe or {})
+        self.notes = notes
+        self.origin = dict(origin or {})  # settings and machine the votes were taken with
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def direction(self) -> dict[str, Tensor]:
+        """-1, 0 or 1 per weight; a tie is 0."""
+        return {name: tensor.sign().to(torch.int8) for name, tensor in self.items()}
+
+    def tie_rate(self) -> float:
+        """Share of weights on which the samples cancel out."""
+        total = sum(tensor.numel() for tensor in self.values())
+        return sum(int((tensor == 0).sum()) for tensor in self.values()) / max(total, 1)
+
+    def __add__(self, other: SignVotes) -> SignVotes:
+        if not isinstance(other, SignVotes):
+            return NotImplemented
+        from gradfix.checkpoints.probe import common_target
+
+        if set(self) != set(other):
+            odd = sorted(set(self) ^ set(other))
+            raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
+        _refuse_other_votes(self, other)
+        target = common_target([self.target_hash, other.target_hash])
+        count = self.count + other.count
+        dtype = dtype_for(count)
+        return SignVotes(
+            {name: self[name].to(dtype) + other[name].to(dtype) for name in self},
+            count,
+            rule=self.rule,
+            target_hash=target,
+            disk_names=self.disk_names or other.disk_names,
+            probe=self.probe or other.probe,
+            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+        )
+
+    def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
+        tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
+        return SignVotes(
+            tensors,
+            self.count,
+            rule=self.rule,
+            target_hash=self.target_hash,
+            probe=self.probe,
+            notes=self.notes,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        from gradfix.checkpoints.write import save_tensors
+
+        metadata = {"format": "gradfix.votes", "count": str(self.count), "rule": self.rule}
+        if self.disk_names:
+            metadata["disk_names"] = json.dumps(self.disk_names)
+        if self.probe:
+            metadata["probe"] = json.dumps(self.probe)
+        if self.origin:
+            metadata["origin"] = json.dumps(self.origin)
+        if self.target_hash:
+            metadata["target_hash"] = self.target_hash
+        save_tensors(Path(path), {name: t.cpu().contiguous() for name, t in self.items()}, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SignVotes:
+        files, about = votes_files(Path(path))
+        return cls({name: f.read(name) for f in files for name in f.names_in_file_order()}, **about)
+
+    def __repr__(self) -> str:
+        return f"SignVotes({len(self)} tensors, {self.count} samples, {self.tie_rate():.1%} ties, rule {self.rule})"
+
+    def _repr_html_(self) -> str:
+        from gradfix.vectors.diagnostics import notebook_table
+
+        rows = [
+            (
+                name,
+                "x".join(map(str, t.shape)),
+                f"{float((t == 0).float().mean()):.1%}",
+                f"{int(t.abs().max())}",
+            )
+            for name, t in list(self.items())[:12]
+            if t.numel()
+        ]
+        return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
+
+
+def _refuse_other_votes(ours: SignVotes, theirs: SignVotes) -> None:
+    from gradfix.checkpoints.probe import same_probe
+
+    if ours.rule != theirs.rule:
+        raise IncompatibleCheckpoints(f"votes by {ours.rule} and votes by {theirs.rule} do not add up.")
+    odd = [name for name in ours if ours[name].shape != theirs[name].shape]
+    odd += [name for name in ours.probe if not same_probe(ours.probe[name], theirs.probe.get(name))]
+    if odd:
+        raise IncompatibleCheckpoints(f"the votes were taken on different weights, first {odd[0]!r}.")
+
+
+def check_integers(file: SafetensorsFile) -> None:
+    """A vote is an integer; anything else was not written by gradfix."""
+    for name, entry in file.entries.items():
+        if entry.info.dtype not in {dtype for _, dtype in LIMITS}:
+            raise CorruptInput(f"{file.path}: votes for {name!r} are {entry.info.dtype}, not integers.")
+
+
+def votes_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, Any]]:
+    """The files of some votes (one, or a folder of shards) and what they say about themselves."""
+    from gradfix.checkpoints.open import SafetensorsCheckpoint, open_checkpoint
+    from gradfix.checkpoints.safetensors_file import SafetensorsFile
+
+    files = [SafetensorsFile(path)] if not path.is_dir() else []
+    if path.is_dir():
+        folder = open_checkpoint(path)
+        files = folder.shards if isinstance(folder, SafetensorsCheckpoint) else []
+    abouts = [votes_metadata(file.path, file.metadata) for file in files]
+    if not abouts or any(about != abouts[0] for about in abouts):
+        raise CorruptInput(f"{path} holds no votes, or shards of different votes; make them again.")
+    for file in files:
+        check_integers(file)
+    return files, abouts[0]
+
+
+def votes_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What a votes file says about itself, as keyword arguments of SignVotes."""
+    if metadata.get("format") != "gradfix.votes":
+        raise CorruptInput(f"{path} is not a votes file; make one with `gradfix vote`.")
+    try:
+        return {
+            "count": _positive(metadata["count"]),
+            "rule": metadata.get("rule", "majority"),
+            "target_hash": metadata.get("target_hash"),
+            "disk_names": dict(json.loads(metadata.get("disk_names", "{}"))),
+            "probe": _floats(json.loads(metadata.get("probe", "{}"))),
+            "origin": dict(json.loads(metadata.get("origin", "{}"))),
+        }
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+        raise CorruptInput(f"{path} has a damaged header; make it again with `gradfix vote`.") from None
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError("no votes")
+    return int(text)
+
+
+def _floats(probe: Mapping[str, Any]) -> dict[str, list[float]]:
+    return {name: [float(value) for value in values] for name, values in probe.items()}
+
+
+class Tally:
+    """Integer accumulators for one model, widened before they can wrap.
+
+    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.count = 0
+        self._buffers = {
+            name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
+            for name, parameter in self.parameters.items()
+        }
+        if self._buffers:
+            torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
+
+    def reserve(self, samples: int) -> None:
+        self.count += samples
+        dtype = dtype_for(self.count)
+        if any(buffer.dtype != dtype for buffer in self._buffers.values()):
+            self._buffers = {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._buffers[name]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._buffers.items())
+
+    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        """Continue from an earlier partial count."""
+        self.count = count
+        dtype = dtype_for(count)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
+
+    def votes(self) -> dict[str, Tensor]:
+        dtype = dtype_for(self.count)
+        return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+
+class Sums(Tally):
+    """Real accumulators for the mean rule, in float32 or better: `tally[name]` is the sum of gradients so far.
+
+    Sums of reals depend on their order, so samples are added one after the other, resumed or not."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.count = 0
+        self._buffers = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for name, p in self.parameters.items()
+        }
+
+    def reserve(self, samples: int) -> None:
+        self.count += samples
+
+    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        self.count = count
+        for name, buffer in self._buffers.items():
+            buffer.copy_(tensors[name])
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: buffer / self.count for name, buffer in self.items()}

@@ -1,0 +1,160 @@
+"""Task vectors: what a fine-tune changed, as an immutable mapping of named tensors.
+
+Values are float32 or better whatever the checkpoints hold. Operators return new vectors and insist
+on equal names and shapes: no key is ever dropped in silence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import Checkpoint, MemoryCheckpoint, Source, open_checkpoint
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
+
+
+class TaskVector(Mapping[str, Tensor]):
+    """An update to a model's weights, by tensor name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: _working(tensor.detach()) for name, tensor in tensors.items()}
+
+    @classmethod
+    def between(cls, base: Source | Checkpoint, tuned: Source | Checkpoint) -> TaskVector:
+        """`tuned - base`. Each side may be a path, a hub id, a state dict or an nn.Module.
+
+        A LoRA folder as `tuned` is densified onto `base`. Buffers are left out, and so is a tied tensor's copy
+        that only one side stores."""
+        before = open_checkpoint(base)
+        after = open_checkpoint(tuned, base=before)
+        before, after = _same_names(before, after)
+        from gradfix.checkpoints.trio import check_pair
+
+        names = check_pair(before, after)
+        delta = {name: _working(after.read(name)) - _working(before.read(name)) for name in names}
+        vector = cls(delta)
+        for name, tensor in delta.items():
+            if not torch.isfinite(tensor).all():
+                guilty = after if not torch.isfinite(after.read(name).float()).all() else before
+                raise CorruptInput(f"tensor {name!r} of {guilty} holds NaN or Inf. Repair or re-export it.")
+        if not any(bool(tensor.any()) for tensor in delta.values()):
+            raise UnsafeResult(
+                f"{after} equals {before} in every weight: the task vector is zero. "
+                "Was the base given twice, or the fine-tune saved before training?"
+            )
+        return vector
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __add__(self, other: TaskVector) -> TaskVector:
+        return self._zip(other, torch.add)
+
+    def __sub__(self, other: TaskVector) -> TaskVector:
+        return self._zip(other, torch.sub)
+
+    def __mul__(self, factor: float) -> TaskVector:
+        return self.map(lambda name, tensor: tensor * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> TaskVector:
+        return self * (1 / divisor)
+
+    def __neg__(self) -> TaskVector:
+        return self.map(lambda name, tensor: -tensor)
+
+    def map(self, function: Callable[[str, Tensor], Tensor]) -> TaskVector:
+        return TaskVector({name: function(name, tensor) for name, tensor in self.items()})
+
+    def subset(self, names: Iterable[str]) -> TaskVector:
+        return TaskVector({name: self[name] for name in names})
+
+    def renamed(self, mapping: Mapping[str, str]) -> TaskVector:
+        return TaskVector({mapping.get(name, name): tensor for name, tensor in self.items()})
+
+    def dot(self, other: Mapping[str, Tensor]) -> float:
+        _check_names(self, other)
+        return sum(float((self[name].double() * other[name].double()).sum()) for name in self)
+
+    def norm(self) -> float:
+        return sum(float(tensor.double().square().sum()) for tensor in self.values()) ** 0.5
+
+    def cosine(self, other: TaskVector) -> float:
+        scale = self.norm() * other.norm()
+        return self.dot(other) / scale if scale else 0.0
+
+    def numel(self) -> int:
+        return sum(tensor.numel() for tensor in self.values())
+
+    def to(self, device: torch.device | str) -> TaskVector:
+        return self.map(lambda name, tensor: tensor.to(device))
+
+    def _zip(self, other: TaskVector, function: Callable[[Tensor, Tensor], Tensor]) -> TaskVector:
+        if not isinstance(other, TaskVector):
+            return NotImplemented
+        _check_names(self, other)
+        return TaskVector({name: function(self[name], other[name]) for name in self})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        from gradfix.checkpoints.write import save_tensors
+
+        save_tensors(
+            Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.vectors.taskvector"}
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TaskVector:
+        return cls(open_checkpoint(path).state())
+
+    def __repr__(self) -> str:
+        return f"TaskVector({len(self)} tensors, {self.numel():,} weights, norm {self.norm():.4g})"
+
+    def _repr_html_(self) -> str:
+        from gradfix.vectors.diagnostics import notebook_table
+
+        largest = sorted(self.items(), key=lambda item: -float(item[1].norm()))[:12]
+        rows = [(n, "x".join(map(str, t.shape)), f"{float(t.norm()):.4g}") for n, t in largest]
+        return notebook_table(repr(self), ("tensor", "shape", "norm"), rows)
+
+
+def _working(tensor: Tensor) -> Tensor:
+    """float64 stays, everything else is computed in float32."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def _check_names(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
+    if set(left) != set(right):
+        odd = sorted(set(left) ^ set(right))
+        raise IncompatibleCheckpoints(f"the vectors differ in {len(odd)} tensor names, first {odd[0]!r}.")
+    for name in left:
+        if left[name].shape != right[name].shape:
+            raise IncompatibleCheckpoints(
+                f"tensor {name!r} is {tuple(left[name].shape)} in one vector and {tuple(right[name].shape)} in the other."
+            )
+
+
+def _same_names(before: Checkpoint, after: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """When one side is a module and the other a file, speak the module's names on both."""
+    for ours, theirs in ((before, after), (after, before)):
+        module = getattr(ours, "module", None)
+        if module is None or getattr(theirs, "module", None) is not None:
+            continue
+        if set(ours.names()) <= set(theirs.names()):
+            tensors = {name: theirs.read(name) for name in ours.names()}
+        else:
+            tensors = name_map(module, theirs.names()).to_module(theirs.state())
+            tensors = {name: value for name, value in tensors.items() if name in ours}
+        mapped = MemoryCheckpoint(tensors, theirs.path)
+        return (ours, mapped) if ours is before else (mapped, ours)
+    return before, after

@@ -1,0 +1,145 @@
+"""What the batched engine has found out about a model: which operation votes for which weight, and how.
+
+A plan is made once per model and kind of batch, from a few samples, and holds for every later batch whose
+operations come in the same order; an operation that does not match raises `PlanMismatch` and a new plan is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
+from gradfix.votes.batched.replay import LOCAL, REPEAT, Local, out_of_place
+from gradfix.votes.batched.reread import Recipe
+from gradfix.votes.batched.rows import Layout, candidates, explain
+
+Key = tuple[Callable[..., Any], tuple[tuple[str, ...], ...]]
+
+
+class PlanMismatch(Exception):
+    """The model did not repeat the operations its plan was made from."""
+
+
+class NeedsLoop(Exception):
+    """The model or its loss does what one pass for all samples cannot: it runs backward passes of its own."""
+
+
+@dataclass
+class Operation:
+    """One operation on a weight, as seen while planning."""
+
+    key: Key
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: list[tuple[Tensor, frozenset[str], int | None]]  # tensor, root names, operation that made it
+    on_samples: bool
+    output: Tensor | None = None
+    node: Any = None
+    seen: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do when the operation comes again: `vote` by a rule, `derive` a weight, or `pass` it on."""
+
+    key: Key
+    role: str
+    rule: Rule | None = None
+    layout: Layout | None = None
+    roots: frozenset[str] = frozenset()
+    on_samples: bool = True
+    shared: frozenset[str] = frozenset()  # inputs of a replayed operation that are the same for all samples
+    votes: tuple[str, ...] = ()  # roots, once for every weight of the call
+
+
+@dataclass
+class Plan:
+    steps: list[Step]
+    left_out: set[str]
+    ragged: bool = False
+    light: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
+    recipes: dict[int, Recipe] = field(default_factory=dict)  # by the number of the step
+
+    @property
+    def flat(self) -> bool:
+        """Whether some layout depends on the sequence length, so that the plan holds for one length only."""
+        return any(step.layout is not None and step.layout.rows > 1 for step in self.steps)
+
+    @property
+    def derives(self) -> bool:
+        """Whether some weight is made of others before it meets a sample."""
+        return any(step.role == "derive" for step in self.steps)
+
+    def uses(self) -> Counter[str]:
+        return Counter(name for step in self.steps if step.role == "vote" for name in step.votes)
+
+
+def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> Plan:
+    """Decide, in the order of the calls, where each weight meets the samples."""
+    steps: list[Step] = []
+    left_out = set(extra)
+    for operation in operations:
+        live = [w for w in operation.weights if w[2] is None or steps[w[2]].role == "derive"]
+        roots = frozenset().union(*(names for _, names, _ in live))
+        step = Step(operation.key, "pass", roots=roots, on_samples=operation.on_samples)
+        if live:
+            found = _voting_step(operation, {id(tensor) for tensor, _, _ in live}, roots, samples)
+            if found is not None:
+                step = found
+            elif not operation.on_samples:
+                step = Step(operation.key, "derive", roots=roots, on_samples=False)
+            else:
+                left_out |= roots
+        steps.append(step)
+    return Plan(leave_out(steps, left_out), left_out)
+
+
+def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:
+    """Stop voting for some weights, and for those that share an operation with them."""
+    while True:
+        shared = [step for step in steps if step.role == "vote" and step.roots & left_out]
+        if not shared:
+            return steps
+        for step in shared:
+            left_out |= step.roots
+        steps = [replace(s, role="pass") if s in shared else s for s in steps]
+
+
+def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], samples: int) -> Step | None:
+    function, output = operation.key[0], operation.output
+    if output is None:
+        return None
+    for rule in (rule_for(function), LOCAL if operation.on_samples else REPEAT):
+        if rule is None:
+            continue
+        call = read_call(rule, function, operation.args, operation.kwargs, lambda t: id(t) in live)
+        if call is None or not call.weights:
+            continue
+        allowed = [c for c in candidates(output.shape, samples) if rule.allows(call, c, output.shape)]
+        layout = explain(allowed, samples, operation.seen)
+        if layout is None:
+            continue
+        if isinstance(rule, Local) and not rule.agrees(call, output, Samples(samples, layout)):
+            continue
+        shared = rule.shared(call, Samples(samples, layout)) if isinstance(rule, Local) else frozenset()
+        named = tuple(n for tensor, names, _ in operation.weights if id(tensor) in live for n in names)
+        return Step(operation.key, "vote", rule, layout, roots, operation.on_samples, shared, named)
+    return None
+
+
+def read_call(
+    rule: Rule,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    is_weight: Callable[[Tensor], bool],
+) -> Call | None:
+    call = rule.read(args, kwargs, is_weight)
+    if call is not None:
+        call.options["function"] = out_of_place(function)
+        rule.prepare(call, function)
+    return call

@@ -1,0 +1,263 @@
+"""Passes recorded once and played again, for batches that look the same: CUDA graphs for the batched engine.
+
+Where launching a pass takes longer than computing it, the second batch of a kind is watched, the third recorded, and
+later ones are only played. A recording must repeat the votes of the batch that was watched, in less time; one that does
+not, or cannot be made, is refused and passes run as before. It holds a pass's memory until `drop`, so a model has one."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from gradfix.vectors.signvotes import Tally
+from gradfix.votes.engines.loop import Batch, Loss, NotFinite
+
+Pass = Callable[[Batch, Tally], Tensor]  # folds a batch's votes, gives whether all its losses are finite
+
+IDLE_SHARE = 0.3  # of a pass: a device that is done this soon after the last launch was waiting for launches
+# Votes of another batch differ by more than they are large; reordered sums change a few of them.
+ALLOWED_CHANGE = 0.25
+COMPARED = 16384  # votes of each weight, enough to tell
+_PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass
+class Example:
+    """A batch and the first of the votes each weight got from it; the batch is where a recording finds its inputs."""
+
+    batch: Batch
+    votes: dict[str, Tensor]
+
+
+@dataclass
+class Repeats:
+    """The last kind of batch of one model: what came of it so far, and its recording once there is one."""
+
+    key: Any
+    seen: int = 0
+    reason: str = ""  # why passes of this kind are not recorded
+    seconds: float = 0.0  # of a pass that is not recorded
+    example: Example | None = None
+    recording: Recording | None = None
+
+    def refuse(self, reason: str) -> None:
+        self.reason, self.example, self.recording = reason, None, None
+
+
+@dataclass
+class Recording:
+    """A pass that reads its inputs from `inputs` and leaves its votes in `votes`."""
+
+    inputs: list[Tensor]
+    votes: Tally
+    finite: Tensor
+    play: Callable[[], None]
+
+    def run(self) -> bool:
+        """Whether all losses are finite; only then do the votes mean anything."""
+        self.play()
+        return bool(self.finite)
+
+    def fold(self, leaves: Sequence[Tensor], tally: Tally) -> None:
+        for own, leaf in zip(self.inputs, leaves):
+            own.copy_(leaf, non_blocking=True)
+        if not self.run():
+            raise NotFinite
+        add(self.votes, tally)
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
+
+    def repeats(self, expected: dict[str, Tensor]) -> bool:
+        if not self.run():
+            return False
+        pairs = [(own.float(), expected[name].float()) for name, own in _first(self.votes).items()]
+        change = torch.stack([(own - other).abs().sum() for own, other in pairs]).sum()
+        size = torch.stack([other.abs().sum() for _, other in pairs]).sum()
+        return bool(change <= ALLOWED_CHANGE * size)
+
+
+_REPEATS: WeakKeyDictionary[nn.Module, Repeats] = WeakKeyDictionary()
+
+
+def repeats_of(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Repeats | None:
+    """What is known about batches like this one; another kind than the last one starts anew."""
+    if not can_record(next(iter(tally.parameters.values())).device):
+        return None
+    leaves, shape = tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    held = (*tally.parameters.values(), *model.buffers())
+    devices = {tensor.device for tensor in (*tensors, *held, *(buffer for _, buffer in tally.items()))}
+    if len(devices) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in others):
+        return None
+    key = (
+        loss,
+        str(shape),
+        others,
+        [(t.shape, t.dtype, t.requires_grad) for t in tensors],
+        [tensor.data_ptr() for tensor in held],
+        (model.training, torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")),
+        (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+    )
+    known = _REPEATS.get(model)
+    if known is None or known.key != key:
+        drop(model)
+        known = _REPEATS[model] = Repeats(key)
+    known.seen += 1
+    return known
+
+
+def can_record(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def drop(model: nn.Module) -> None:
+    """Let go of a model's recording and its memory."""
+    _REPEATS.pop(model, None)
+
+
+def all_finite(losses: Tensor) -> bool:
+    """Waits for the device; a wait that is no part of what would be recorded, so it is not held against the pass."""
+    mode = torch.cuda.get_sync_debug_mode() if losses.is_cuda else 0
+    if not mode:
+        return bool(torch.isfinite(losses).all())
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        return bool(torch.isfinite(losses).all())
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def watch_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Callable[[Tally], None]) -> None:
+    """Run a pass as usual, and keep its votes as an example where a recording of it would pay."""
+    trial = Tally(tally.parameters)
+    trial.reserve(count)
+    with _synchronisations() as found:
+        start = time.perf_counter()
+        run(trial)
+        launched = time.perf_counter()
+    synchronize(trial)
+    end = time.perf_counter()
+    add(trial, tally)
+    if found:
+        known.refuse(f"the pass waits for the device: {found[0]}")
+    elif end - launched > IDLE_SHARE * (end - start):
+        known.refuse("the device is busy all the time")
+    else:
+        votes = {name: part.clone() for name, part in _first(trial).items()}
+        known.seconds, known.example = end - start, Example(tree_map_only(Tensor, _copy, batch), votes)
+
+
+def record_pass(known: Repeats, tally: Tally, count: int, run: Pass) -> None:
+    """Record a pass, and keep the recording if it repeats the example's votes in less time."""
+    assert known.example is not None
+    example, known.example = known.example, None
+    try:
+        recording = _recorded(example.batch, tally, count, run)
+        if not recording.repeats(example.votes):
+            known.refuse("the recording does not repeat the votes")
+        elif recording.seconds() > known.seconds:
+            known.refuse("playing it takes longer than launching it")
+        else:
+            known.recording = recording
+    except Exception as error:  # whatever a loss does that cannot be recorded, the pass itself still works
+        known.refuse(f"{type(error).__name__}: {error}")
+
+
+def _recorded(batch: Batch, tally: Tally, count: int, run: Pass) -> Recording:
+    votes = Tally(tally.parameters)
+    votes.reserve(count)
+    inputs = [leaf.detach() for leaf in tensors_of(batch)]
+    finite = torch.zeros((), dtype=torch.bool, device=inputs[0].device)
+
+    def once() -> None:
+        torch._foreach_zero_([buffer for _, buffer in votes.items()])
+        finite.copy_(run(batch, votes))
+
+    return Recording(inputs, votes, finite, capture(once))
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _first(votes: Tally) -> dict[str, Tensor]:
+    return {name: buffer.flatten()[:COMPARED] for name, buffer in votes.items()}
+
+
+def capture(once: Callable[[], None]) -> Callable[[], None]:
+    """Record what a function launches; the function itself runs on the host only, and computes nothing yet."""
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    try:
+        # Other threads (a loader that pins memory) go on meanwhile.
+        with _unnoticed(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            once()
+    except BaseException:
+        # A recording that breaks off leaves the generator waiting for its end.
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    return graph.replay
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Models that ask whether they are recorded must not take another way than in the pass that was watched.
+
+    Those of transformers, say, build attention masks then that they leave out otherwise."""
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+
+
+def add(votes: Tally, tally: Tally) -> None:
+    names = [name for name, _ in votes.items()]
+    torch._foreach_add_([tally[name] for name in names], [votes[name] for name in names])
+
+
+def synchronize(tally: Tally) -> None:
+    device = next(iter(tally.parameters.values())).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _synchronisations() -> Iterator[list[str]]:
+    """What makes the host wait for the device inside; such a pass cannot be recorded."""
+    found: list[str] = []
+    if not torch.cuda.is_available():
+        yield found
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for warning in seen:
+        text = str(warning.message).splitlines()[0]
+        if "synchronizing CUDA operation" in text:
+            found.append(text)
+        elif "prototype feature" not in text:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -1,0 +1,379 @@
+"""Run a plan: votes are folded during one ordinary forward and backward.
+
+A weight's use is run with the weight detached, so autograd computes no weight gradient, and a tap behind it (or a hook,
+once the plan is proven) hands the output gradient to the use's vote rule. Whatever the mode cannot see still reaches
+the weight through autograd, where `graph.reach` finds it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.vectors.signvotes import Tally
+from gradfix.votes.batched import kernels
+from gradfix.votes.batched.forms import Dense, Form, Sum, combine, densify
+from gradfix.votes.batched.layers import Call, Samples
+from gradfix.votes.batched.plan import Key, NeedsLoop, Plan, PlanMismatch, Step, read_call
+from gradfix.votes.batched.replay import aligned, overwrites, pulled_back, run
+from gradfix.votes.batched.reread import Recipe, write_down
+from gradfix.votes.batched.views import geometry, overlap, overlaps_itself, region, same_storage
+from gradfix.votes.batched.watch import (
+    Spread,
+    Tap,
+    Tracked,
+    Watch,
+    inside,
+    is_composite,
+    is_own,
+    key_of,
+    refuse_inner,
+    tensors_in,
+)
+
+_CASTS = {
+    Tensor.to,
+    Tensor.float,
+    Tensor.half,
+    Tensor.bfloat16,
+    Tensor.double,
+    Tensor.type_as,
+    Tensor.contiguous,
+}
+
+
+class Use:
+    """One use of weights, from its call in the forward pass to its output gradient in the backward pass."""
+
+    __slots__ = ("call", "inputs", "shape", "step", "versions", "votes")
+
+    def __init__(self, votes: Votes, step: Step, call: Call) -> None:
+        self.votes, self.step, self.call = votes, step, call
+        self.inputs: dict[str, Tensor] | None = call.inputs
+        self.shape: Sequence[int] = ()
+        self.versions = [tensor._version for tensor in call.inputs.values()]
+
+    def release(self) -> dict[str, Tensor]:
+        """Hand the inputs over, so that they live no longer than the tap that saves them."""
+        inputs = self.call.inputs
+        self.inputs, self.call.inputs = None, dict.fromkeys(inputs)  # type: ignore[assignment]
+        return inputs
+
+    def receive(self, saved: Sequence[Tensor], gradient: Tensor) -> None:
+        if self.votes.replaying:
+            call = self.call.keep(dict(zip(self.call.inputs, saved)))
+            self.votes.fold_use(self.step, call, gradient)
+
+    def see(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """The same from a hook on the operation itself, which costs the forward pass less than a tap."""
+        if not self.votes.replaying:  # an inner torch.autograd.grad of the loss itself
+            return
+        inputs, self.inputs, self.call.inputs = self.inputs, None, {}
+        if gradients[0] is None or inputs is None:
+            return
+        with torch._C.DisableTorchFunction():
+            if [tensor._version for tensor in inputs.values()] != self.versions:
+                raise RuntimeError(f"an input of {self.step.key[0]} was modified in place after it was used.")
+            self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0].reshape(self.shape))
+
+
+class Votes(Watch):
+    """Run a plan: every use of a weight is tapped, and its votes are folded during the backward pass."""
+
+    def __init__(self, plan: Plan, tally: Tally, samples: int, device: torch.device) -> None:
+        super().__init__(tally.parameters, device)
+        self.plan, self.tally, self.samples = plan, tally, samples
+        self.position, self.replaying = 0, False
+        self.recomputes = False  # activations of some use are not kept, and its forward may run again
+        self.uses, self.derives = plan.uses(), plan.derives
+        self.waiting: dict[str, list[tuple[Form, Tensor]]] = {name: [] for name in self.uses}
+        self.small: list[tuple[Dense, Tensor]] = []
+        for name, parameter in tally.parameters.items():
+            self.tracked[id(parameter)].votes = tally[name]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Every torch call of the forward pass comes through here, so the way out for those without a weight is short.
+        kwargs = {} if kwargs is None else kwargs
+        refuse_inner(func)
+        if not self._may_hold_weights(args) and not (kwargs and self._may_hold_weights(kwargs.values())):
+            return func(*args, **kwargs)
+        recipe = self.plan.recipes.get(self.position)
+        if recipe is not None and recipe.function is func and not self.replaying and torch.is_grad_enabled():
+            output = self._by_recipe(recipe, func, args, kwargs)
+            if output is not None:
+                return output
+        weights = self.weights_in(args, kwargs)
+        if not weights or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        key = key_of(func, weights)
+        step = self._next(key)
+        if step is None and is_composite(func):
+            with self:
+                return inside(func)(*args, **kwargs)
+        if step is None or step.role != "vote":
+            output = func(*args, **kwargs)
+            if step is None and any(tensor.requires_grad for tensor in tensors_in(output)):
+                raise PlanMismatch(f"{getattr(func, '__name__', func)} on {key[1]}")
+        else:
+            output = self._tapped(step, func, args, kwargs)
+        if step is not None and not step.on_samples:
+            self.track(output, weights, None, step.role == "derive")
+            self._follow_views(func, args, kwargs, weights, output)
+            if step.role == "derive" and _saving_is_redirected():
+                self._refuse_recomputed(output)
+        return output
+
+    def _may_hold_weights(self, values: Iterable[Any]) -> bool:
+        tracked = self.tracked
+        for value in values:
+            if id(value) in tracked:
+                return True
+            kind = value.__class__
+            if ((kind is tuple or kind is list) and value and value[0].__class__ is not int) or kind is dict:
+                return True
+        return False
+
+    def _by_recipe(
+        self, recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | None:
+        if len(args) != recipe.positional or len(kwargs) != len(recipe.names) or _saving_is_redirected():
+            return None
+        values = [*args, *kwargs.values()]
+        call = recipe.read(values, self.tracked) if not kwargs or tuple(kwargs) == recipe.names else None
+        if call is None:
+            return None
+        step = self.plan.steps[self.position]
+        self.position += 1
+        if kwargs:
+            output = func(*values[: len(args)], **dict(zip(recipe.names, values[len(args) :])))
+        else:
+            output = func(*values)
+        return self._watched(step, call, output, redirected=False)
+
+    def _next(self, key: Key) -> Step | None:
+        if self.replaying:
+            return next((step for step in self.plan.steps if step.key == key), None)
+        if self.position < len(self.plan.steps) and self.plan.steps[self.position].key == key:
+            self.position += 1
+            return self.plan.steps[self.position - 1]
+        return None
+
+    def _tapped(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        assert step.rule is not None
+        call = read_call(step.rule, func, args, kwargs, self._is_live)
+        if call is None:
+            raise PlanMismatch(str(step.key))
+        call.options["shared"] = step.shared
+        if step.rule.spreads:
+            return self._spread(step, call, func)
+        if overwrites(func):
+            call.inputs = {role: tensor.clone() for role, tensor in call.inputs.items()}
+        elif self.plan.light and step.on_samples and not self.replaying:
+            recipe = write_down(func, args, kwargs, call, self.tracked)
+            if recipe is not None:
+                self.plan.recipes[self.position - 1] = recipe
+        output = func(*self._detached(args), **self._detached(kwargs))
+        return self._watched(step, call, output, _saving_is_redirected())
+
+    def _spread(self, step: Step, call: Call, func: Any) -> Tensor:
+        """Run an operation with a weight per sample; its own backward gives their gradients."""
+        inputs, call.inputs = call.inputs, {}
+        use = self._use(step, call)
+        ((place, weight),) = call.weights.items()
+        data = inputs["0"]
+        shape = (self.samples, *aligned(weight, data.ndim).shape[1:])
+        own = Spread.apply(self.tracked[id(weight)].without_grad(), self.anchor, use.receive, shape)
+        if not data.requires_grad:
+            # Fused kernels keep what the weight's gradient needs only where the data asks for one, too.
+            inputs["0"] = Tap.apply(data, self.anchor, _ignore, False)
+        self.recomputes = self.recomputes or _saving_is_redirected()
+        return run(call, func, {place: own}, inputs)
+
+    def _use(self, step: Step, call: Call) -> Use:
+        if self.derives and not self.replaying:
+            for weight in call.weights.values():
+                self.tracked[id(weight)].uses += 1
+        return Use(self, step, call)
+
+    def _watched(self, step: Step, call: Call, output: Tensor, redirected: bool) -> Tensor:
+        """The output, once its gradient is sure to reach the use's rule."""
+        assert step.rule is not None and step.layout is not None
+        if not step.layout.fits(output.shape, self.samples):
+            raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
+        use = self._use(step, call)
+        self.recomputes = self.recomputes or redirected
+        if self.plan.light and step.on_samples and output.requires_grad and not redirected:
+            node = _lasting_node(output)
+            if node is not None:
+                use.shape = output.shape
+                node.register_prehook(use.see)
+                return output
+        inputs = [tensor.detach() for tensor in use.release().values()]
+        in_place = step.rule.owns_output and is_own(output)
+        return Tap.apply(output, self.anchor, use.receive, in_place, *inputs)
+
+    def fold_use(self, step: Step, call: Call, gradient: Tensor) -> None:
+        assert step.rule is not None and step.layout is not None
+        forms = step.rule.gradients(call, gradient, Samples(self.samples, step.layout))
+        for role, form in forms.items():
+            self._deliver(self.tracked[id(call.weights[role])], form)
+
+    def _detached(self, value: Any) -> Any:
+        found = self.tracked.get(id(value))
+        if found is None:
+            if value.__class__ is tuple or value.__class__ is list:
+                return value.__class__([self._detached(item) for item in value])
+            if value.__class__ is dict:
+                return {name: self._detached(item) for name, item in value.items()}
+            return value
+        if not found.live:
+            return value
+        return found.without_grad()
+
+    def _is_live(self, tensor: Tensor) -> bool:
+        found = self.tracked.get(id(tensor))
+        return found is not None and found.live
+
+    def _follow_views(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], output: Any
+    ) -> None:
+        """Where a derived weight is a view or a cast of another, its votes are the same view of the tally."""
+        source = weights[0]
+        if source.votes is None or len(weights) > 1:
+            return
+        outputs = list(tensors_in(output))
+        if func in _CASTS:
+            views: list[Tensor] = [source.votes]
+        elif all(same_storage(tensor, source.tensor) for tensor in outputs):
+            try:
+                views = list(tensors_in(func(*_swapped(args, source), **_swapped(kwargs, source))))
+            except RuntimeError:  # a view that the weight's strides allow, and the tally's do not
+                return
+            if any(overlaps_itself(view) for view in views):
+                return
+        else:
+            return
+        for tensor, view in zip(outputs, views):
+            if view.shape == tensor.shape and id(tensor) in self.tracked and same_storage(view, source.votes):
+                self.tracked[id(tensor)].votes = view
+
+    def _refuse_recomputed(self, output: Any) -> None:
+        """Gradients cannot be sent back through a weight that a checkpoint makes again, unless it is a view."""
+        made = [self.tracked[id(tensor)] for tensor in tensors_in(output) if id(tensor) in self.tracked]
+        if any(weight.votes is None for weight in made):
+            raise NeedsLoop("a weight is made of others inside a checkpoint")
+
+    def _deliver(self, weight: Tracked, form: Form) -> None:
+        if weight.votes is not None:
+            self._add(weight.roots[0], form, weight.votes)
+            return
+        values = densify(form).values
+        if weight.gradients is None:
+            weight.gradients = values.to(torch.promote_types(values.dtype, torch.float32))
+        else:
+            weight.gradients += values
+            self.uses.subtract(weight.roots)
+        weight.uses -= 1
+        if weight.uses == 0:
+            self._send_back(weight)
+
+    def _send_back(self, weight: Tracked) -> None:
+        """From a derived weight's gradients to those of the parameters it was made of."""
+        assert weight.gradients is not None
+        gradients, weight.gradients = weight.gradients.to(weight.tensor.dtype), None
+        parameters = [self.tally.parameters[name] for name in weight.roots]
+        for name, found in zip(weight.roots, pulled_back(weight.tensor, parameters, gradients)):
+            if found is not None:
+                self._add(name, Dense(found), self.tally[name])
+            else:
+                self.uses[name] -= 1
+
+    def _add(self, name: str, form: Form, votes: Tensor) -> None:
+        if self.uses[name] == 1:
+            self._fold(form, votes)
+            return
+        self.waiting[name].append((form, votes))
+        if len(self.waiting[name]) == self.uses[name]:
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """All uses of a weight are in: entries used more than once are summed before the sign."""
+        uses, self.waiting[name] = self.waiting[name], []
+        groups: list[list[tuple[Form, Tensor]]] = []
+        for use in uses:
+            touching = [group for group in groups if any(overlap(use[1], votes) for _, votes in group)]
+            groups = [group for group in groups if group not in touching]
+            groups.append([use, *(member for group in touching for member in group)])
+        for group in groups:
+            first = group[0][1]
+            if all(geometry(votes) == geometry(first) for _, votes in group):
+                parts = [(form, lambda out: out) for form, _ in group]
+                self._fold(combine(parts, first.shape), first)
+            else:
+                whole = self.tally[name]
+                parts = [(form, functools.partial(region, like=votes)) for form, votes in group]
+                self._fold(Sum(parts, whole.shape), whole)
+
+    def _fold(self, form: Form, votes: Tensor) -> None:
+        if isinstance(form, Dense) and kernels.sees(form.values) and votes.is_contiguous():
+            self.small.append((form, votes))
+        else:
+            form.fold(votes)
+
+    def backward(self, losses: Tensor) -> None:
+        """Run the backward pass and fold the votes of all uses."""
+        self.replaying = True
+        ones = torch.ones_like(losses)
+        with self if self.recomputes else nullcontext():  # a forward that runs again must repeat its taps
+            inside(torch.autograd.backward)(losses, ones, inputs=[self.anchor])
+        self._finish()
+        self.forget()
+
+    def _finish(self) -> None:
+        """Fold weights of which some use reached no loss, and all the small ones at once."""
+        for weight in self.tracked.values():
+            if weight.gradients is not None:
+                self._send_back(weight)
+        with torch.no_grad():
+            for name, uses in self.waiting.items():
+                if uses:
+                    self._settle(name)
+            if self.small:
+                kernels.fold_rows([form.values for form, _ in self.small], [votes for _, votes in self.small])
+
+
+def _ignore(_: Sequence[Tensor], gradient: Tensor) -> None:
+    """A tap that is there for its gradient to be asked for, not seen."""
+
+
+def _lasting_node(output: Tensor) -> Any:
+    """The graph node that sees the output's gradient, whatever is done to the output in place.
+
+    A view's own node leaves the graph then, and its base's stays: linear layers give views of products."""
+    if not output._is_view():
+        return output.grad_fn
+    base = output._base
+    assert base is not None
+    same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base.grad_fn if same else None
+
+
+def _swapped(value: Any, source: Tracked) -> Any:
+    if value is source.tensor:
+        return source.votes
+    if isinstance(value, dict):
+        return {name: _swapped(item, source) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_swapped(item, source) for item in value)
+    return value
+
+
+def _saving_is_redirected() -> bool:
+    """Inside activation checkpointing or offloading, only tensors saved through autograd are recomputed or moved."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

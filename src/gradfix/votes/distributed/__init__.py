@@ -1,0 +1,1 @@
+"""Votes of several processes, and of models that no device holds."""

@@ -1,0 +1,175 @@
+"""Build a model without its weights, keep as many of them in memory as allowed, and leave the rest on disk.
+
+A weight that is one tensor of a safetensors file stays there and is read under its on-disk name whenever it is
+needed. Only weights in another form than the file's (stacked experts, pickled files) are written, one at a time,
+to the offload folder."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import offload_weight
+from torch import Tensor, nn
+
+from gradfix.checkpoints.names import NameMap, name_map
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.slices import Rows, check_stored, read_rows
+from gradfix.errors import UsageError
+from gradfix.votes.distributed.build import build_empty, fill_buffers
+from gradfix.votes.distributed.sharded import blocks
+
+Place = int | str | torch.device
+# Modules that use their submodules' weights without calling the submodules.
+PRELOADED = ("MultiheadAttention",)
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """A model whose weights are partly on disk, its tied names and its names on disk (from before it was split)."""
+
+    model: nn.Module
+    ties: dict[str, str]
+    names: NameMap
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter name -> the first name of the same tensor; ask before the weights are offloaded."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+@torch.no_grad()
+def load_offloaded(
+    make: Callable[[], nn.Module],
+    source: Checkpoint,
+    folder: Path,
+    max_memory: Mapping[int | str, int | str] | None,
+) -> Offloaded:
+    """The model of `make`, filled from `source`; `max_memory` is what its weights may take per device."""
+    model = build_empty(make, source)
+    names, ties = name_map(model, source.names()), canonical_names(model)
+    places = _places(model, max_memory)
+    main = _main_device(places, max_memory)
+    _refuse_homeless(model, places, main)
+    fill_buffers(model, source, {name: buffer.clone() for name, buffer in model.named_buffers()})
+    folder.mkdir(parents=True, exist_ok=True)
+    index = _fill(model, names, ties, places, source, folder)
+    with _silent():
+        loaded = dispatch_model(
+            model, places, main_device=main, offload_dir=str(folder), offload_index=index or None,
+            preload_module_classes=list(PRELOADED), force_hooks=True,
+        )  # fmt: skip
+    return Offloaded(loaded, ties, names)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """accelerate warns of what was asked for: weights that are not in memory."""
+    logger = logging.getLogger("accelerate.big_modeling")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _places(model: nn.Module, max_memory: Mapping[int | str, int | str] | None) -> dict[str, Place]:
+    """Which part of the model goes where; a module with tensors of its own beside submodules is kept in one piece."""
+    whole = [*blocks(model), *(m for m in model.modules() if m is not model and m._parameters)]
+    kinds = sorted({type(module).__name__ for module in whole})
+    limits = None if max_memory is None else dict(max_memory)
+    places: dict[str, Place] = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=kinds)
+    main = _main_device(places, max_memory)
+    own = {name for name, _ in model.named_parameters(recurse=False)}
+    return {name: main if name in own else place for name, place in places.items()}
+
+
+def _main_device(places: Mapping[str, Place], max_memory: Mapping[int | str, int | str] | None) -> Place:
+    """Where the passes run: the first card there is, or the processor."""
+    cards = [place for place in (*places.values(), *(max_memory or ())) if place not in ("cpu", "disk")]
+    return cards[0] if cards else "cpu"
+
+
+def _refuse_homeless(model: nn.Module, places: Mapping[str, Place], main: Place) -> None:
+    """Examples are sent to where the first weight is, so that one cannot be a placeholder."""
+    first = next(name for name, _ in model.named_parameters())
+    if _place_of(first, places) == main:
+        return
+    parts = first.split(".")
+    above = (".".join(parts[:length]) for length in range(1, len(parts)))
+    owner = next(name for name in above if model.get_submodule(name)._parameters)
+    need = _bytes(model.get_submodule(owner)) + max(map(_bytes, blocks(model)), default=0)
+    raise UsageError(
+        f"--max-memory has no room for {owner!r}, where the model begins, beside its largest layer: together "
+        f"{need / 2**20:.1f} MiB. Give more than that."
+    )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
+
+
+def _place_of(name: str, places: Mapping[str, Place]) -> Place:
+    """The place of the innermost part of the model that is named in the map."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+    return next(places[prefix] for prefix in prefixes if prefix in places)
+
+
+def _fill(
+    model: nn.Module,
+    names: NameMap,
+    ties: Mapping[str, str],
+    places: Mapping[str, Place],
+    source: Checkpoint,
+    folder: Path,
+) -> dict[str, Any]:
+    """Read what stays in memory; for the rest, say where it is on disk. Tied weights stay one tensor."""
+    held: dict[tuple[str, Place], nn.Parameter] = {}
+    index: dict[str, Any] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, first in ties.items():
+        like, place = parameters[name], _place_of(name, places)
+        if place == "disk":
+            index[name] = _on_disk(name, first, like, names, source, folder)
+            continue
+        if (first, place) not in held:
+            tensor = _read(first, like, names, source).to(place)
+            held[first, place] = nn.Parameter(tensor, requires_grad=like.requires_grad)
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._parameters[own] = held[first, place]
+    return index
+
+
+def _read(name: str, like: Tensor, names: NameMap, source: Checkpoint) -> Tensor:
+    flat = read_rows(name, like, Rows(0, like.numel()), names, source)
+    return flat.view(like.shape).to(like.dtype)
+
+
+def _on_disk(
+    name: str, first: str, like: Tensor, names: NameMap, source: Checkpoint, folder: Path
+) -> dict[str, Any]:
+    """Where accelerate finds the weight: in the checkpoint itself where its form is the model's."""
+    if first in names.renamed:
+        disk = names.renamed[first]
+        check_stored(disk, like.shape, source)
+        if found := source.stored(disk):
+            file, inside = found
+            kind = str(like.dtype).removeprefix("torch.")
+            return {"safetensors_file": str(file.path), "weight_name": inside, "dtype": kind}
+    written: dict[str, Any] = offload_weight(_read(first, like, names, source), name, str(folder), {})
+    return dict(written[name])

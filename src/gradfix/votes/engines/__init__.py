@@ -1,0 +1,1 @@
+"""Engines: ways to get every sample's gradient signs."""

@@ -1,0 +1,110 @@
+"""engine="auto": the fastest engine that gives this model's votes, checked on two samples before it is trusted.
+
+The batched engine votes on two samples and the loop takes the same votes back; what is left must be rounding.
+The choice and its reason go into the notes of the votes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.vectors.signvotes import Tally
+from gradfix.votes.batched.engine import LOOP_SHARE, batched, left_out_share
+from gradfix.votes.engines.loop import Batch, Loss, backward, batch_size, folding, loop, samples, take
+
+Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
+
+CHECKED_SAMPLES = 2
+MEMORY_SHARE = 0.8
+# Share of a tensor's signs that rounding may flip; a wrong rule flips about half.
+ALLOWED = {torch.float64: 0.001, torch.float32: 0.02}
+ALLOWED_16 = 0.25
+
+
+def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[Engine, list[str]]:
+    """The engine for this model and kind of batch, and a note that says why."""
+    if batch_size(batch) < CHECKED_SAMPLES:
+        return loop, ["engine loop: the first batch holds one sample."]
+    few = take(batch, slice(0, CHECKED_SAMPLES))
+    held = _allocated(tally)
+    trial = Tally(tally.parameters)
+    try:
+        batched(model, loss, few, Tally(tally.parameters))  # makes the plan; later passes run otherwise
+        batched(model, loss, few, trial, record=False)
+    except Exception as error:  # whatever a model does to the fast path, the loop still works
+        return loop, [f"engine loop: batched failed with {type(error).__name__}: {error}."]
+    if left_out_share(model, loss, few, tally) > LOOP_SHARE:
+        return loop, ["engine loop: most weights are used in ways the batched engine has no rule for."]
+    bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES
+    wrong = disagreements(model, loss, few, trial)
+    if wrong:
+        name, share = max(wrong.items(), key=lambda item: item[1])
+        return loop, [
+            f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."
+        ]
+    note = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
+    return _in_parts(bytes_per_sample, batch_size(batch), tally), [note]
+
+
+def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
+    """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding explains.
+
+    Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
+    where they are a third of a packed bias. Vectors are judged entry by entry, larger tensors as a whole."""
+    largest: dict[str, Tensor] = {}
+
+    def take_back(name: str, gradient: Tensor) -> None:
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        trial[name].add_(dense.sign().to(trial[name].dtype))
+        size = dense.abs() if dense.dim() < 2 else dense.abs().max()
+        largest[name] = torch.maximum(largest[name], size) if name in largest else size
+
+    with folding(trial, take_back):
+        for sample in samples(batch):
+            backward(loss, model, sample)
+    scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)
+    wrong = {}
+    for name, rest in trial.items():
+        dtype = trial.parameters[name].dtype
+        told = largest.get(name, torch.zeros(())) > 1e3 * torch.finfo(dtype).eps * scale
+        told = told.to(rest.device).expand(rest.shape)
+        count = int(told.sum())
+        share = float((told & (rest != 0)).sum()) / max(count, 1)
+        # One flipped sign of a tiny tensor is no verdict.
+        if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
+            wrong[name] = share
+    return wrong
+
+
+def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
+    """The batched engine, on as many samples at a time as the device has room for."""
+    device = next(iter(tally.parameters.values())).device
+    if device.type != "cuda" or bytes_per_sample <= 0:
+        return batched
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    room = max(
+        CHECKED_SAMPLES, int(MEMORY_SHARE * (free - torch.cuda.memory_allocated(device)) / bytes_per_sample)
+    )
+    if room >= samples:
+        return batched
+
+    def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+        for start in range(0, batch_size(batch), room):
+            batched(model, loss, take(batch, slice(start, start + room)), tally)
+
+    return engine
+
+
+def _allocated(tally: Tally) -> int:
+    device = next(iter(tally.parameters.values())).device
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(tally: Tally) -> int:
+    device = next(iter(tally.parameters.values())).device
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
