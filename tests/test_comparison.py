@@ -17,7 +17,7 @@ from gradfix.methods.comparison import compare
 from gradfix.methods.methods import METHODS
 from gradfix.methods.results import Results
 from gradfix.methods.search import Score, Search, Setting
-from gradfix.methods.trial import Arena
+from gradfix.methods.trial import Splits, Trial
 from gradfix.training.costs import Work
 from gradfix.vectors.taskvector import TaskVector
 
@@ -141,15 +141,10 @@ def test_missing_test_split_is_named(given):
 
 
 def test_votes_of_folds_add_up_to_the_votes_of_the_set(given):
-    arena = Arena(
-        bound=given["target"],
-        tau=TaskVector.between(given["base"], given["tuned"]),
-        train=given["data"].splits["train"],
-        validation=None,
-        test=given["data"].splits["test"],
-        search=SMALL,
-    )
-    support = arena.support(4, 0)
+    splits = given["data"].splits
+    tau = TaskVector.between(given["base"], given["tuned"])
+    trial = Trial(given["target"], tau, Splits(splits["train"], None, splits["test"]), search=SMALL)
+    support = trial.support(4, 0)
     whole = support.votes(support.whole)
     assert whole.count == 12
     views = support.views()
@@ -206,7 +201,7 @@ def test_what_was_said_on_the_way_is_said_again(given, tmp_path):
         inputs = {**given, "target_tuned": None}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                "gradfix.methods.references.tuned_target",
+                "gradfix.methods.opening.in_full",
                 lambda *_: (TaskVector.between(start, stray), Work()),
             )
             return run(inputs, **options)
@@ -238,7 +233,7 @@ def test_another_setting_reads_no_old_unit(given, tmp_path):
 
 def test_costs_count_the_passes(given, validated):
     """Measured FLOPs of GradFix: the vote, and every alpha on the validation split."""
-    from gradfix.training.costs import flops
+    from gradfix.methods.methods import flops
 
     parameters = sum(p.numel() for p in given["target"].model.parameters())
     row = next(row for row in validated.rows if row["method"] == "gradfix")
@@ -291,21 +286,20 @@ def test_changed_examples_are_shown_with_their_answers(validated):
     ],
 )
 def test_the_grid_widens_while_its_edge_is_best(given, monkeypatch, peak, tried):
-    arena = Arena(
-        bound=given["target"],
-        tau=TaskVector.between(given["base"], given["tuned"]),
-        train=given["data"].splits["train"],
-        validation=given["data"].splits["validation"],
-        test=given["data"].splits["test"],
+    splits = given["data"].splits
+    trial = Trial(
+        given["target"],
+        TaskVector.between(given["base"], given["tuned"]),
+        Splits(splits["train"], splits["validation"], splits["test"]),
         search=replace(SMALL, alphas=(0.5, 1.0), wider=(2.0, 4.0)),
     )
 
     def along(support, view, setting, alphas, known):
         return {alpha: Score(99 - round(10 * abs(alpha - peak)), 1.0, 100) for alpha in alphas}
 
-    monkeypatch.setattr(arena, "_along", along)
-    monkeypatch.setattr(arena, "untouched", lambda name: Score(1, 1.0, 100))
-    choice = arena.choose(arena.support(3, 0), [Setting({}, lambda view: arena.tau)])
+    monkeypatch.setattr(trial, "_along", along)
+    monkeypatch.setattr(trial, "untouched", lambda name: Score(1, 1.0, 100))
+    choice = trial.choose(trial.support(3, 0), [Setting({}, lambda view: trial.tau)])
     assert set(choice.curve.points) == tried
     assert choice.alpha == min(tried, key=lambda alpha: abs(alpha - peak))
     assert any("widened" in note for note in choice.notes) == (peak > 0.5)

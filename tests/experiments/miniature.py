@@ -13,7 +13,7 @@ from arenas import NumbersBound, network, rows, trained
 from gradfix.errors import IncompatibleCheckpoints
 from gradfix.experiments.suite import Estimate, Grid, Scene, Side, Suite
 from gradfix.methods.search import Search
-from gradfix.methods.trial import Arena
+from gradfix.methods.trial import Lenders, Splits, Trial
 from gradfix.vectors.taskvector import TaskVector
 
 GRID = Grid(
@@ -60,15 +60,15 @@ class Miniature(Suite):
         def aligned(how: str) -> TaskVector:
             raise IncompatibleCheckpoints("a perceptron has no permutation spec.")
 
-        arena = Arena(
-            bound=bound,
-            tau=TaskVector.between(self.base, self.tuned["base", task]),
-            train=rows(60, 4, shift),
-            validation=rows(30, 5, shift),
-            test=rows(30, 6, shift),
+        arena = Trial(
+            bound,
+            TaskVector.between(self.base, self.tuned["base", task]),
+            Splits(rows(60, 4, shift), rows(30, 5, shift), rows(30, 6, shift)),
             search=self.grid.search,
-            aligned=aligned,
-            tuned_target=lambda: TaskVector.between(self.target, self.tuned["target", task]),
+            lenders=Lenders(
+                aligned=aligned,
+                tuned_target=lambda: TaskVector.between(self.target, self.tuned["target", task]),
+            ),
         )
         size = sum(p.numel() for p in self.target.parameters())
         return Scene(arena, lambda: NumbersBound(self.base), 60, 3, size, 1.0)

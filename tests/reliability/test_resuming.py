@@ -172,18 +172,17 @@ def test_a_frozen_weight_is_part_of_a_votes_identity(tmp_path: Path, monkeypatch
 
 def test_compare_keeps_units_of_other_task_settings_apart(world: World) -> None:
     """Pooling changes every number: a work folder of one must not answer for the other."""
-    from gradfix.methods.inputs import Inputs
-    from gradfix.methods.search import Search
+    from gradfix.methods.opening import Opened, Request
+    from gradfix.methods.trial import Passes
     from gradfix.tasks.zero_shot import ZeroShot
 
     def identity(**options: object) -> dict:
         data = load_data(world.data)
-        return Inputs(
-            base=world.base, tuned=world.tuned, target=world.target, target_tuned=None, data=data,
-            task=ZeroShot(data.labels, **options), validation="none", finetune=False, task_options={},
-            search=Search(), unlabelled=None, batch_size=4, dtype=torch.float32, device="cpu", engine="loop", allow_fewer=False,
-            work=None,
-        ).identity  # fmt: skip
+        request = Request(
+            base=world.base, tuned=world.tuned, target=world.target, data=data, validation="none", finetune=False,
+            task=ZeroShot(data.labels, **options), passes=Passes(batch_size=4, engine="loop"),
+        )  # fmt: skip
+        return Opened(request).identity
 
     assert identity() == identity()
     assert identity() != identity(pooling="cls")

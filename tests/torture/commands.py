@@ -35,14 +35,14 @@ def compare_words(world: World, out: Path) -> list[str]:
 def hasten() -> None:
     """For the rest of this process: save at every chance, search little, one thread, and a clock that stands still."""
     import gradfix.training.finetuning
-    from gradfix.methods import arena, running
+    from gradfix.methods import comparison, trial
     from gradfix.votes.resume import resumable
 
     torch.set_num_threads(1)
     resumable.__defaults__ = (0.0,)
     gradfix.training.finetuning.SAVE_EVERY_SECONDS, gradfix.training.finetuning.SAVE_SHARE = 0.0, float("inf")
-    running.Search = lambda: SMALL  # type: ignore[assignment, misc]
-    for module in (arena, running):
+    comparison.Search = lambda: SMALL  # type: ignore[assignment, misc]
+    for module in (trial, comparison):
         module.time = _StoppedClock  # type: ignore[attr-defined]
 
 

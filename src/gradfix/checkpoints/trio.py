@@ -232,3 +232,30 @@ def _check_packed(base: Checkpoint, tuned: Checkpoint, names: list[str]) -> None
         pairs = zip(base.chunks(name), tuned.chunks(name), strict=True)
         if base.info(name) != info or not all(torch.equal(*pair) for pair in pairs):
             raise quantised(tuned, name, info)
+
+
+class Trio:
+    """Stand-in with the interface of the coming trio."""
+
+    def __init__(self, given, sources, base, tuned, vocabulary, plan, head):  # type: ignore[no-untyped-def]
+        self.given, self.sources, self.base, self.tuned = given, sources, base, tuned
+        self.target, self.vocabulary, self.plan, self.head = sources["target"], vocabulary, plan, head
+        self.heads = list(plan.extra)
+
+    @classmethod
+    def open(cls, base, tuned, target, *, head="error", strict=False):  # type: ignore[no-untyped-def]
+        from gradfix.checkpoints.open import open_checkpoint
+        from gradfix.checkpoints.prefix import match_prefix
+        from gradfix.checkpoints.vocabulary import match_vocabulary
+
+        given = {"base": base, "tuned": tuned, "target": target}
+        before, goal = open_checkpoint(base), open_checkpoint(target)
+        after = open_checkpoint(tuned, base=before)
+        sources = {"base": before, "tuned": after, "target": goal}
+        before, after = match_prefix(before, goal), match_prefix(after, goal)
+        before, after, rows = match_vocabulary(before, after, goal)
+        plan = plan_transport(before, after, goal, head=head, strict=strict)
+        return cls(given, sources, before, after, rows, plan, head)
+
+    def fingerprints(self):  # type: ignore[no-untyped-def]
+        return {role: source.fingerprint() for role, source in self.sources.items()}

@@ -170,7 +170,7 @@ def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> N
 
 def _compare(config: configs.CompareConfig, *, json_out: str | None, quiet: bool) -> None:
     from gradfix.commands.compare import run_compare
-    from gradfix.commands.shipping import ship_command
+    from gradfix.commands.verdict import ship_command
 
     with stages(quiet) as stage:
         results = run_compare(config, json_out, stage)
@@ -264,9 +264,10 @@ def _or_plan(body: Callable[..., None]) -> Callable[..., None]:
         if not config.dry_run:
             body(config, json_out=json_out, quiet=quiet)
             return
-        from gradfix.commands import dryrun
+        from gradfix.commands import compare, dryrun
 
-        sentence = getattr(dryrun, f"plan{body.__name__}")(config)
+        planned = f"plan{body.__name__}"
+        sentence = getattr(dryrun if hasattr(dryrun, planned) else compare, planned)(config)
         write_json({"dry_run": True, "summary": sentence}, json_out)
         say(sentence, quiet or json_out == "-")
 

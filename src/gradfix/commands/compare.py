@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
 from gradfix.commands.halving import halving_batches, in_notes
 from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
+from gradfix.data import Dataset, Row, few_shot
 from gradfix.errors import CorruptInput, GradfixError
+from gradfix.methods.comparison import compare
+from gradfix.methods.methods import METHODS
+from gradfix.methods.opening import read_splits
 from gradfix.methods.results import Results
+from gradfix.report import to_markdown, write_report
+from gradfix.report.tracking import parse, track
 
 
 @halving_batches(in_notes)
@@ -21,18 +28,10 @@ def run_compare(
 ) -> Results:
     """All methods under one budget; finished units are kept in the work folder, so a killed run goes on."""
     if config.track:
-        from gradfix.report.tracking import parse, track
-
         parse(config.track)  # a missing tracker is better known before the work than after
     heal_torchvision()
-    from gradfix.methods.comparison import compare
-    from gradfix.report import write_report
-
     stage("reading examples")
-    dataset = read_data(config.data, config)
-    validation: Any = "auto" if config.validation is None else config.validation
-    if validation not in ("auto", NO_VALIDATION):
-        validation = read_data(str(config.validation), config, labels=dataset.labels)
+    dataset, validation, unlabelled = _examples(config)
     results = compare(
         base=config.base,
         tuned=config.tuned,
@@ -44,7 +43,9 @@ def run_compare(
         seeds=config.seeds,
         methods=config.methods or None,
         validation=validation,
-        unlabelled=read_unlabelled(config.unlabelled, config) if config.unlabelled else None,
+        unlabelled=unlabelled,
+        head=config.head,
+        strict=config.strict,
         work=_work_folder(config, json_out),
         finetune={"steps": config.finetune_steps} if config.finetune_target else False,
         batch_size=config.batch_size,
@@ -60,6 +61,36 @@ def run_compare(
     if config.track:
         track(results, config.track)
     return results
+
+
+def _examples(config: CompareConfig) -> tuple[Dataset, Any, list[Row] | None]:
+    """The data, what choices are made on, and inputs without labels."""
+    dataset = read_data(config.data, config)
+    validation: Any = "auto" if config.validation is None else config.validation
+    if validation not in ("auto", NO_VALIDATION):
+        validation = read_data(str(config.validation), config, labels=dataset.labels)
+    return dataset, validation, read_unlabelled(config.unlabelled, config) if config.unlabelled else None
+
+
+def plan_compare(config: CompareConfig) -> str:
+    """Everything a comparison could stumble over before its first model is loaded."""
+    dataset, validation, unlabelled = _examples(config)
+    splits, _ = read_splits(dataset, validation, unlabelled)
+    make_task(config, dataset)
+    methods = config.methods or tuple(METHODS)
+    for name in methods:
+        METHODS[name]
+    Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
+    few_shot(
+        splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels)
+    )
+    if config.track:
+        parse(config.track)
+    budgets = " and ".join(map(str, config.shots))
+    return (
+        f"would compare {len(methods)} methods with {budgets} examples per class under "
+        f"{len(config.seeds)} seeds, {config.base} to {config.target}"
+    )
 
 
 def _work_folder(config: CompareConfig, json_out: str | None) -> Path | None:
@@ -82,9 +113,13 @@ def run_report(config: ReportConfig) -> Path:
         ) from error
 
 
-def _rendered(config: ReportConfig, results: Results) -> Path:
-    from gradfix.report import to_markdown, write_report
+def plan_report(config: ReportConfig) -> str:
+    results = Results.load(config.results)
+    out = config.out or Path(config.results).with_suffix(".html")
+    return f"would write {out} from {len(results.rows)} rows"
 
+
+def _rendered(config: ReportConfig, results: Results) -> Path:
     out = Path(config.out) if config.out else Path(config.results).with_suffix(".html")
     if out.suffix == ".md":
         write_text(out, to_markdown(results))

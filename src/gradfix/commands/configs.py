@@ -121,8 +121,9 @@ class TransportConfig(ShotOptions):
     tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
     target: str = option("The new base model.", required=True)
     out: str = option("Folder to write.", required=True)
-    method: str = option(
-        "best (our recipe), a method of compare by its name, or mask: the options below.", "mask"
+    method: str | None = option(
+        "best (our recipe; the default), a method of compare by its name, or mask: the options below, as where one "
+        "of them is given."
     )
     verdict: str | None = option("results.json of a compare on these inputs: ship the method it says.")
     mask: str = option("agree, veto, force, magnitude, none, random, random_force.", "agree")
@@ -198,6 +199,8 @@ class CompareConfig(DataOptions):
     methods: tuple[str, ...] = option("Methods to compare; all by default.", ())
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for the method 'best'.")
+    head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
+    strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
     engine: str = option("Vote engine: auto, loop or batched.", "auto")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
     auto_batch: bool = option(AUTO_BATCH, False)

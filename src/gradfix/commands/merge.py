@@ -16,11 +16,9 @@ from torch import nn
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import refuse_occupied
-from gradfix.commands.choosing import ranking
 from gradfix.commands.configs import MergeConfigOptions, ShotOptions
 from gradfix.commands.guard import guard_outputs
 from gradfix.commands.setting import Shots, draw, setting
-from gradfix.commands.transport import Stage
 from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
@@ -33,6 +31,9 @@ from gradfix.vectors.scale import ScaleCurve, dialled, search_scale
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.collect import collect_votes
+
+Stage = Callable[[str], None]
+LOSS_WEIGHT = 1e-3  # breaks ties between equal accuracies in favour of the lower loss
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class _Run:
 
         def score(model: nn.Module) -> float:
             found = [
-                ranking(evaluate(model, task.bound, part)) for task, part in zip(tasks, batches, strict=True)
+                _ranking(evaluate(model, task.bound, part)) for task, part in zip(tasks, batches, strict=True)
             ]
             return sum(found) / len(found)
 
@@ -294,3 +295,8 @@ def _test(model: nn.Module, task: _TaskOnTarget) -> dict[str, float] | None:
     if not task.shots.test:
         return None
     return evaluate(model, task.bound, task.bound.scoring_batches(task.shots.test, 32))
+
+
+def _ranking(metrics: dict[str, float]) -> float:
+    """Accuracy first; equal accuracies are told apart by the loss."""
+    return metrics["accuracy"] - LOSS_WEIGHT * min(metrics["loss"], 1e3)

@@ -4,41 +4,42 @@ It says what was done and measured; what other methods would have done, nobody m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradfix.checkpoints.folder import versions
+from gradfix.commands.asked import Asked
 from gradfix.commands.configs import TransportConfig, command_line
 from gradfix.errors import DataError
+from gradfix.methods.method import FLOOR
+from gradfix.methods.methods import METHODS
 from gradfix.methods.results import Results
-from gradfix.methods.verdicts import STAYS
 from gradfix.vectors.diagnostics import kept_by_block
 from gradfix.vectors.masks import MASKS
 
 if TYPE_CHECKING:
-    from gradfix.commands.outcome import TransportResult
+    from gradfix.commands.transport import TransportResult
 
 
-def write_page(config: TransportConfig, result: TransportResult, samples: int) -> Path:
+def write_page(wanted: Asked, result: TransportResult, samples: int) -> Path:
     """HTML and Markdown; needs a test split, because a page without a measurement would say nothing."""
     from gradfix.report import write_report
 
-    return write_report(page_results(config, result, samples), str(config.report), title="Transport")
+    return write_report(page_results(wanted, result, samples), str(wanted.config.report), title="Transport")
 
 
-def page_results(config: TransportConfig, result: TransportResult, samples: int) -> Results:
+def page_results(wanted: Asked, result: TransportResult, samples: int) -> Results:
+    config, name, traits = wanted.config, wanted.name, wanted.method.traits
     if result.before is None or result.after is None:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
-    name = config.method
-    if name == "mask":
-        name = {"agree": "gradfix", "none": "naive"}.get(config.mask, config.mask)
     shared: dict[str, Any] = {
         "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
         "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
         "flops": None, "samples": samples, "test_samples": int(result.before["samples"]), "margin": None, "kept": None,
     }  # fmt: skip
     before = shared | {
-        "method": "zero_shot", "accuracy": result.before["accuracy"], "alpha": 0.0, "seconds": 0.0,
+        "method": FLOOR, "accuracy": result.before["accuracy"], "alpha": 0.0, "seconds": 0.0,
         "test_loss": result.before["loss"], "loss_after": result.loss_before, "notes": [],
     }  # fmt: skip
     after = shared | {
@@ -55,12 +56,15 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
     moved = {n: t["kept"] for n, t in tensors.items() if t["fate"] == "transported"}
     if moved:
         details["kept"].append({**where, "blocks": kept_by_block(moved, dict.fromkeys(moved, 1))})
-    kind = "Trained" if config.method in STAYS else "Transported"
+    kind = "Trained" if traits.stays else "Transported"
     titles = {
-        "zero_shot": "Target as it is",
-        name: f"{kind} ({config.mask if config.method == 'mask' else config.method})",
+        FLOOR: METHODS[FLOOR].title,
+        name: f"{kind} ({config.mask if wanted.masked is not None else name})",
     }
-    statement = _statement(config, result, after, samples)
+    # A mask that no method stands for has one curve, and it is the page's main one.
+    line = traits.drawn or ("main", config.mask)
+    shown = {FLOOR: METHODS[FLOOR].traits.as_json(), name: replace(traits, drawn=line).as_json()}
+    statement = _statement(wanted, result, after, samples)
     provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
     return Results(
         rows=[before, after],
@@ -68,6 +72,7 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
         verdict=statement,
         verdicts=[statement],
         titles=titles,
+        traits=shown,
         versions=versions(),
         notes=list(result.notes),
         provenance=[provenance],
@@ -77,10 +82,9 @@ def page_results(config: TransportConfig, result: TransportResult, samples: int)
 
 def _curve(config: TransportConfig, result: TransportResult) -> dict[str, Any]:
     """What the search saw: accuracies to which the loss adds less than half an example."""
-    assert result.curve is not None
     voted = MASKS[config.mask].sees in ("direction", "votes")
     return {
-        "rule": config.vote if voted else None, "points": result.curve.points, "best": result.alpha,
+        "rule": config.vote if voted else None, "points": result.curve, "best": result.alpha,
         "measure": "score", "on": _place(config, result.regime),
     }  # fmt: skip
 
@@ -95,17 +99,16 @@ def _place(config: TransportConfig, regime: str) -> str:
 def _chosen(config: TransportConfig, result: TransportResult) -> str:
     if result.regime == "recipe":
         return "set by the recipe"
-    if result.regime == "given" or (config.method == "mask" and config.alpha != "auto"):
+    if result.regime == "given" or config.alpha != "auto":
         return "given"
     return f"chosen on {_place(config, result.regime)}"
 
 
-def _statement(
-    config: TransportConfig, result: TransportResult, after: dict[str, Any], samples: int
-) -> dict[str, Any]:
+def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], samples: int) -> dict[str, Any]:
     """In the place of a verdict: what was done and what it did on test."""
     assert result.before is not None and result.after is not None
-    advice = _deed(config, result, samples)
+    config = wanted.config
+    advice = _deed(wanted, result, samples)
     before, now = result.before["accuracy"], result.after["accuracy"]
     text = (
         f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
@@ -118,10 +121,11 @@ def _statement(
     }  # fmt: skip
 
 
-def _deed(config: TransportConfig, result: TransportResult, samples: int) -> str:
+def _deed(wanted: Asked, result: TransportResult, samples: int) -> str:
+    config = wanted.config
     tuned, target = Path(config.tuned).name, Path(config.target).name
     if result.alpha == 0:
         return f"Kept {target} as it is."
-    if config.method in STAYS:
+    if wanted.method.traits.stays:
         return f"Fine-tuned {target} on {samples} labelled examples; nothing of {tuned} was moved."
     return f"Moved {tuned} onto {target}."

@@ -1,11 +1,16 @@
-"""`gradfix transport`: from three checkpoints and a few labels to a fourth checkpoint."""
+"""`gradfix transport`: open the trio, make a trial, run one method, write what it ships.
+
+`gradfix compare` runs the same methods on the same trial, so what ships is what was compared."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,64 +19,97 @@ from torch import Tensor
 from gradfix.checkpoints.folder import device_name, is_target
 from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
-from gradfix.checkpoints.prefix import match_prefix
+from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.probe import check_probe
-from gradfix.checkpoints.trio import plan_transport
-from gradfix.checkpoints.vocabulary import match_vocabulary
-from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
-from gradfix.commands.choosing import Choice, ScaleSearch
+from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
+from gradfix.commands.asked import Asked, asked
 from gradfix.commands.configs import TransportConfig, given
-from gradfix.commands.guard import number_or_auto, refuse_broken, sole_writer
+from gradfix.commands.guard import refuse_broken, sole_writer
 from gradfix.commands.halving import halving_batches, in_notes
-from gradfix.commands.made import made
-from gradfix.commands.outcome import TransportResult
 from gradfix.commands.page import write_page
-from gradfix.commands.setting import Setting, Shots, draw, setting
-from gradfix.commands.shipping import (
-    Verdict,
-    follow,
-    refuse_nothing,
-    refuse_other_bound,
-    refuse_strays,
-    spelled_out,
-)
+from gradfix.commands.setting import Setting, Shots, device_of, draw, read_unlabelled, setting
+from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
+from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
-from gradfix.registry import unknown
+from gradfix.methods.method import Outcome
+from gradfix.methods.opening import lenders_of, open_target, open_tuned
+from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.system.meter import Meter, nbytes
-from gradfix.tasks.base import TASKS, Bound
-from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.descent import check_descent
 from gradfix.vectors.diagnostics import mean_loss
-from gradfix.vectors.masks import MASKS
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.vectors.transported import apply, transport
-from gradfix.votes.collect import collect_gradient, collect_votes
 
 T = TypeVar("T")
-WORDS = {"vote": ["majority", "mean"], "head": ["error", "copy", "skip"]}
-
-
 Stage = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TransportResult:
+    """What was written, and what it measured."""
+
+    out: Path
+    alpha: float
+    margin: float | None
+    regime: str  # what chose alpha: "given", "validation", "few_shot" or "recipe"
+    report: StreamReport | None
+    curve: list[tuple[float, float]] | None  # alpha and the score where it was chosen
+    before: dict[str, float] | None
+    after: dict[str, float] | None
+    loss_before: float | None
+    loss_after: float | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        content = {
+            "out": str(self.out),
+            "alpha": self.alpha,
+            "margin": self.margin,
+            "regime": self.regime,
+            "kept": self.report.kept if self.report else None,
+            "curve": self.curve,
+            "test_before": self.before,
+            "test_after": self.after,
+            "fewshot_loss_before": self.loss_before,
+            "fewshot_loss_after": self.loss_after,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+        return dict(_finite(content))
+
+
+def _finite(content: Any) -> Any:
+    """The same content for JSON, which has no NaN and no infinity: null instead."""
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
-    """Check, vote, choose alpha, write, score. Nothing is written before every check has passed."""
-    config, verdict = spelled_out(config)
-    _check_words(config)
-    base, target = open_checkpoint(config.base), open_checkpoint(config.target)
-    tuned = open_checkpoint(config.tuned, base=base)
+    """Check, run the method, write, score. Nothing is written before every check has passed."""
+    if config.verdict is not None and (
+        config.method not in (None, "mask", "best") or "mask" in given(config)
+    ):
+        raise UsageError(f"--verdict {config.verdict} says what to ship: leave --method and --mask out.")
+    wanted = asked(config) if config.verdict is None else None
+    trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
+    verdict = None
+    if config.verdict is not None:
+        verdict = read_verdict(config, trio)
+        wanted = asked(replace(config, verdict=None), verdict["method"])
+    assert wanted is not None
+    config = wanted.config
     out = Path(config.out)
-    refuse_inside(out, [c.path for c in (base, tuned, target) if c.path is not None])
+    refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
     refuse_occupied(out, config.overwrite)
-    base, tuned = match_prefix(base, target), match_prefix(tuned, target)
-    base, tuned, _ = match_vocabulary(base, tuned, target)
-    plan_transport(base, tuned, target, head=config.head, strict=config.strict)
     start = setting(config)
     stage("reading examples")
     shots = draw(start, config, config.validation, config.base)
@@ -79,12 +117,11 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         shots = follow(verdict, shots, start)
     if config.report and not shots.test:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
-    checkpoints = {"base": base, "tuned": tuned, "target": target}
     with sole_writer(config):
         if config.check and not config.force:
             stage("checking that the fine-tune beats its base")
-            _refuse_swapped(config, start, shots, checkpoints)
-        return _Transport(config, start, shots, checkpoints, stage, verdict).run()
+            _refuse_swapped(config, start, shots, trio)
+        return _Transport(wanted, trio, start, shots, stage).run(verdict)
 
 
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
@@ -96,29 +133,13 @@ def require_target(votes: SignVotes, target: Checkpoint) -> None:
         )
 
 
-def _only(checkpoint: Checkpoint, names: list[str]) -> Checkpoint:
-    return Part(checkpoint, names)
-
-
-def open_tuned(config: TransportConfig, start: Setting, checkpoints: Mapping[str, Checkpoint]) -> Bound:
-    """The fine-tune with its own head and vocabulary; an adapter is added onto its base."""
-    tuned = checkpoints["tuned"]
-    if tuned.path is None or not (tuned.path / "adapter_config.json").is_file():
-        return start.open(config.tuned, head_from=config.base)
-    bound, base = start.open(config.base), open_checkpoint(config.base)
-    # Read anew: the checkpoints at hand are views in the order of the target's tokens, this model is not.
-    apply(bound.model, TaskVector.between(base, open_checkpoint(config.tuned, base=base)), 1.0)
-    return bound
-
-
-def _refuse_swapped(
-    config: TransportConfig, start: Setting, shots: Shots, checkpoints: Mapping[str, Checkpoint]
-) -> None:
+def _refuse_swapped(config: TransportConfig, start: Setting, shots: Shots, trio: Trio) -> None:
     """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
     if config.head != "error":
         return  # the base has no head of its own to be scored with
     losses = {}
-    for role, bound in (("base", start.open(config.base)), ("tuned", open_tuned(config, start, checkpoints))):
+    tuned = open_tuned(trio, start.task, torch_dtype(config.dtype), device_of(config.device))
+    for role, bound in (("base", start.open(config.base)), ("tuned", tuned)):
         losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
     if losses["tuned"] > losses["base"]:
         raise IncompatibleCheckpoints(
@@ -128,62 +149,44 @@ def _refuse_swapped(
         )
 
 
-def _lender(config: TransportConfig) -> str | None:
-    """Whose head the target is scored with: the fine-tune's where it is to be copied, else its own."""
-    from gradfix.tasks.classification import Classification
+class _Partials(Store):
+    """Where the interrupted votes of one output are kept; other settings look elsewhere, so nothing stale is read."""
 
-    has_head = issubclass(TASKS[config.task], Classification)  # or a task that somebody derived from it
-    return config.tuned if config.head == "copy" and has_head else None
+    def __init__(self, out: Path, settings: str, keep: bool) -> None:
+        self.out, self.settings, self.keep = out, settings, keep
 
+    def partial(self, key: str) -> Path | None:
+        name = hashlib.sha256(f"{self.settings}{key}".encode()).hexdigest()[:12]
+        return self.out.with_name(f".{self.out.name}.votes-{name}.part") if self.keep else None
 
-def _check_words(config: TransportConfig) -> None:
-    MASKS[config.mask]
-    for name in ("alpha", "margin"):
-        number_or_auto(f"--{name}", getattr(config, name))
-    for name, words in WORDS.items():
-        if getattr(config, name) not in words:
-            raise UsageError(unknown(f"--{name}", getattr(config, name), words))
-    refuse_strays(config)
+    def forget(self) -> None:
+        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.votes-*.part"):
+            discard(path)
 
 
 class _Transport:
     """The steps of one transport, with what they share."""
 
-    def __init__(
-        self,
-        config: TransportConfig,
-        start: Setting,
-        shots: Shots,
-        checkpoints: dict[str, Checkpoint],
-        stage: Stage,
-        verdict: Verdict | None = None,
-    ) -> None:
-        self.config, self.start, self.shots, self.stage = config, start, shots, stage
-        self.checkpoints, self.verdict = checkpoints, verdict
-        self.bound = start.open(config.target, head_from=_lender(config))
-        if verdict is not None:
-            refuse_other_bound(verdict, self.bound)
-        self.names = name_map(self.bound.model, checkpoints["target"].names())
+    def __init__(self, wanted: Asked, trio: Trio, start: Setting, shots: Shots, stage: Stage) -> None:
+        self.wanted, self.config, self.trio = wanted, wanted.config, trio
+        self.start, self.shots, self.stage = start, shots, stage
+        config = self.config
+        self.bound = open_target(trio, start.task, torch_dtype(config.dtype), device_of(config.device))
+        self.names = name_map(self.bound.model, trio.target.names())
+        settings = repr((config, vars(start.task), start.dataset.labels))
+        self.partials = _Partials(Path(config.out), settings, not config.dry_run)
         self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = list(shots.notes)
 
-    def run(self) -> TransportResult:
-        tau = self._timed("task vector", self._task_vector)
-        if self.config.method != "mask":
-            teacher = lambda: open_tuned(self.config, self.start, self.checkpoints)  # noqa: E731
-            found = self._timed(
-                self.config.method, lambda: made(self.config, self.bound, tau, self.shots, teacher)
-            )
-            self.notes.extend(found.notes)
-            return self._finish(found.update, None, found.choice)
-        ballot = self._timed("votes", self._ballot)
-        search = ScaleSearch(self.config, self.bound, self.shots)
-        choice = self._timed("scale", lambda: search.choose(tau, ballot))
-        self.notes.extend(choice.curve.notes if choice.curve else ())
-        moved = transport(tau, ballot, self.config.mask, margin=choice.margin, generator=self.config.seed)
-        votes = ballot if isinstance(ballot, SignVotes) else None
-        return self._finish(moved.update, votes, choice)
+    def run(self, verdict: Verdict | None) -> TransportResult:
+        if verdict is not None:
+            refuse_other_bound(verdict, self.bound)
+        trial = self._timed("task vector", self._trial)
+        outcome = self._timed(self.wanted.name, lambda: self._outcome(trial))
+        if verdict is not None and not self.config.force:
+            refuse_nothing(verdict, outcome.alpha, self.config.seed)
+        return self._finish(trial, outcome)
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:
         self.stage(name)
@@ -192,61 +195,38 @@ class _Transport:
         self.seconds[name] = round(time.perf_counter() - begin, 3)
         return result
 
-    def _task_vector(self) -> TaskVector:
-        """tau under the module's names, permuted to the target when asked for; heads and buffers stay out."""
-        before, after = self.checkpoints["base"], self.checkpoints["tuned"]
-        shared = [name for name in before.names() if name in after]
-        tau = TaskVector.between(_only(before, shared), _only(after, shared))
-        if not self.config.force:
-            check_descent(tau, before, after)
-        if self.config.align != "none":
-            tau = self._aligned(tau)
-        parameters = dict(self.bound.model.named_parameters())
-        named = self.names.to_module(tau)
-        return TaskVector({name: delta for name, delta in named.items() if name in parameters})
-
-    def _aligned(self, tau: TaskVector) -> TaskVector:
-        from gradfix.align import align
-
-        base, target = self.checkpoints["base"], self.checkpoints["target"]
-        alignment = align(base, target, method=self.config.align)  # as compare aligns: no seed has a say
-        return TaskVector(alignment.apply(tau))
-
-    def _ballot(self) -> SignVotes | TaskVector | None:
-        """What the mask is shown: votes, the real reference for `magnitude`, or nothing."""
-        sees = MASKS[self.config.mask].sees
-        if sees in ("chance", "nothing"):
-            return None
-        if sees == "reference":
-            return -collect_gradient(self.bound.model, self.bound.loss, self.fewshot)
-        if self.config.votes is not None:
-            return self._votes_from_file(self.config.votes)
-        return self._vote(self.fewshot, None if self.config.dry_run else self._partial())
-
-    def _vote(self, batches: Sequence[Any], checkpoint: Path | None = None) -> SignVotes:
-        votes = collect_votes(
-            self.bound.model, self.bound.loss, batches,
-            vote=self.config.vote, engine=self.config.engine, checkpoint=checkpoint,  # type: ignore[arg-type]
-            where=[row.where for row in self.shots.fewshot] if checkpoint is not None else None,
+    def _trial(self) -> Trial:
+        """One target, one vector, one few-shot set: the ground on which compare would judge the method."""
+        config, shots = self.config, self.shots
+        tau = TaskVector.of(self.trio)
+        if not config.force:
+            check_descent(tau, self.trio.base, self.trio.tuned)
+        unlabelled = None
+        if config.unlabelled:
+            unlabelled = read_unlabelled(config.unlabelled, config)
+            check_disjoint({"unlabelled": unlabelled, "test": shots.test or ()})
+        trial = Trial(
+            self.bound, tau, Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
+            passes=Passes(batch_size=config.batch_size, engine=config.engine),
+            store=self.partials, lenders=lenders_of(self.trio, self.bound, tau, self.start.task), judged=False,
         )  # fmt: skip
-        self.notes.extend(note for note in votes.notes if note not in self.notes)
-        return votes
+        trial.define(trial.set_name(config.shots, config.seed), shots.fewshot)
+        return trial
 
-    def _partial(self) -> Path:
-        """Where an interrupted vote is kept; other settings look elsewhere, so nothing stale is read."""
-        settings = repr((self.config, vars(self.start.task), self.start.dataset.labels))
-        name = hashlib.sha256(settings.encode()).hexdigest()[:12]
-        out = Path(self.config.out)
-        return out.with_name(f".{out.name}.votes-{name}.part")
-
-    def _partials(self) -> list[Path]:
-        """Interrupted votes of earlier settings for the same output."""
-        out = Path(self.config.out)
-        return list(out.parent.glob(f".{glob.escape(out.name)}.votes-*.part"))
+    def _outcome(self, trial: Trial) -> Outcome:
+        run = self.wanted.method.run
+        if self.config.votes is not None and self.wanted.masked is not None:
+            run = replace(self.wanted.masked, votes=self._votes_from_file(self.config.votes))
+        with warnings.catch_warnings():  # a few examples of a fold say nothing about the transport itself
+            warnings.filterwarnings("ignore", message=".*tensors abstained")
+            outcome = run(trial, trial.support(self.config.shots, self.config.seed))
+        said = outcome.votes.notes if outcome.votes is not None else ()
+        self.notes.extend(note for note in (*trial.notes, *said, *outcome.notes) if note not in self.notes)
+        return outcome
 
     def _votes_from_file(self, path: str) -> SignVotes:
         votes = SignVotes.load(path)
-        require_target(votes, self.checkpoints["target"])
+        require_target(votes, self.trio.target)
         if not set(votes) <= set(dict(self.bound.model.named_parameters())):
             tensors = self.names.to_module(votes)
             votes = SignVotes(
@@ -254,94 +234,81 @@ class _Transport:
             )
         return votes
 
-    def _finish(self, update: TaskVector, votes: SignVotes | None, choice: Choice) -> TransportResult:
-        if self.verdict is not None and not self.config.force:
-            refuse_nothing(self.verdict, choice.alpha, self.config.seed)
+    def _finish(self, trial: Trial, outcome: Outcome) -> TransportResult:
+        config, alpha = self.config, outcome.alpha
+        update = outcome.update if outcome.update is not None else trial.tau
         adapter = None
-        if self.config.out_lora is not None:  # from here on, what is measured is what the adapter will do
-            adapter = adapter_for(
-                update, self.config.out_lora, model=self.bound.model, target=self.checkpoints["target"]
-            )
+        if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
+            adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target)
             update = adapter.approximated
         loss = lambda: mean_loss(self.bound.model, self.bound.loss, self.fewshot)  # noqa: E731
-        loss_before, before = loss(), self._test_score()
+        loss_before, before = loss(), self._test_score(trial)
         with dialled(self.bound.model, update) as dial:
-            dial.turn(choice.alpha)
-            loss_after, after = loss(), self._test_score()
-        self.notes += refuse_broken(loss_after, choice.alpha, self.config.force)
+            dial.turn(alpha)
+            loss_after, after = loss(), self._test_score(trial)
+        self.notes += refuse_broken(loss_after, alpha, config.force)
+        chosen_by = outcome.chosen_by or trial.regime
         measured = {
-            "labels_per_class": self.config.shots,
+            "labels_per_class": config.shots,
             "labelled_examples": len(self.shots.fewshot),
-            "chosen_by": choice.regime,
+            "chosen_by": chosen_by,
             "fewshot_loss_before": loss_before,
             "fewshot_loss_after": loss_after,
             "test_before": before,
             "test_after": after,
         }
         report = None
-        if not self.config.dry_run:
-            report = self._timed("writing", lambda: self._write(update, votes, choice, measured, adapter))
-            for stale in {self._partial(), *self._partials()}:
-                discard(stale)
+        if not config.dry_run:
+            report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter))
+            self.partials.forget()
             self.notes.extend(report.notes)
+        curve = None if outcome.curve is None else outcome.curve.values()
         result = TransportResult(
-            Path(self.config.out), choice.alpha, choice.margin, choice.regime, report, choice.curve,
+            Path(config.out), alpha, outcome.margin, chosen_by, report, curve,
             before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
-        if self.config.report and not self.config.dry_run:
-            write_page(self.config, result, samples=len(self.shots.fewshot))
+        if config.report and not config.dry_run:
+            write_page(self.wanted, result, samples=len(self.shots.fewshot))
         return result
 
-    def _test_score(self) -> dict[str, float] | None:
-        if not self.shots.test:
-            return None
-        return evaluate(self.bound.model, self.bound, self.bound.scoring_batches(self.shots.test, 32))
+    def _test_score(self, trial: Trial) -> dict[str, float] | None:
+        return trial.score("test").as_json() if self.shots.test else None
 
     def _write(
-        self,
-        update: TaskVector,
-        votes: SignVotes | None,
-        choice: Choice,
-        measured: dict[str, Any],
-        adapter: LoraResult | None,
+        self, update: TaskVector, outcome: Outcome, measured: dict[str, Any], adapter: LoraResult | None
     ) -> StreamReport:
-        config = self.config
-        details = {
+        config, trio, masked = self.config, self.trio, self.wanted.masked
+        details: dict[str, Any] = {
             "command": given(config),
             "computed": self._computed(),
             "measured": measured,
             "notes": self.notes,
         }
-        common: dict[str, Any] = {
-            "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
-            "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self.bound.save_extras,
-            "progress": Meter(nbytes(self.checkpoints["target"]), self.stage),
-        }  # fmt: skip
+        if masked is None or masked.noise:
+            traits = self.wanted.method.traits
+            details["method"] = {"name": self.wanted.name, "transports": traits.transports, "way": traits.way}
         if adapter is not None:
-            return self._write_lora(adapter, choice, details)
+            return self._write_lora(adapter, outcome, details)
+        common: dict[str, Any] = {
+            "target": trio.target, "out": config.out, "overwrite": config.overwrite, "dtype": config.out_dtype,
+            "force": config.force, "details": details, "extras": self.bound.save_extras, "alpha": outcome.alpha,
+            "progress": Meter(nbytes(trio.target), self.stage),
+        }  # fmt: skip
         # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
-        streams = (
-            config.method == "mask"
-            and config.align == "none"
-            and MASKS[config.mask].sees not in ("reference", "chance")
-        )
-        if not streams:
-            return write_update(
-                self.names.to_disk({n: t.cpu() for n, t in update.items()}), alpha=choice.alpha,
-                inputs=self.checkpoints, head=self._lent_head(), **common,
-            )  # fmt: skip
-        ballot = on_disk(votes, self.bound, config.target) if votes is not None else None
+        streams = masked is not None and masked.align == "none" and not masked.noise
+        if masked is None or not streams or masked.sees in ("reference", "chance"):
+            inputs = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
+            moved = self.names.to_disk({n: t.cpu() for n, t in update.items()})
+            return write_update(moved, inputs=inputs, head=self._lent_head(), **common)
+        ballot = on_disk(outcome.votes, self.bound, config.target) if outcome.votes is not None else None
         return transport_checkpoint(
-            base=self.checkpoints["base"], tuned=self.checkpoints["tuned"], votes=ballot, mask=config.mask,
-            alpha=choice.alpha, margin=choice.margin, seed=config.seed, head=config.head, strict=config.strict,
-            **common,
+            base=trio.base, tuned=trio.tuned, votes=ballot, mask=config.mask, margin=outcome.margin,
+            seed=config.seed, head=config.head, strict=config.strict, **common,
         )  # fmt: skip
 
     def _lent_head(self) -> dict[str, Tensor]:
         """The head that only the fine-tune has, where it is to be copied."""
-        base, tuned, target = (self.checkpoints[role] for role in ("base", "tuned", "target"))
-        extra = plan_transport(base, tuned, target, head=self.config.head, strict=self.config.strict).extra
-        return {name: tuned.read(name) for name, what in extra.items() if what != "skipped"}
+        return {name: self.trio.tuned.read(name) for name in self.trio.heads if self.trio.head == "copy"}
 
     def _computed(self) -> dict[str, Any]:
         """What changes bits besides inputs, seed, versions and threads."""
@@ -351,17 +318,17 @@ class _Transport:
             "device": device_name(next(self.bound.model.parameters()).device),
         }  # fmt: skip
 
-    def _write_lora(self, adapter: LoraResult, choice: Choice, details: dict[str, Any]) -> StreamReport:
-        measured, config = details["measured"], self.config
+    def _write_lora(self, adapter: LoraResult, outcome: Outcome, details: dict[str, Any]) -> StreamReport:
+        measured, config, trio = details["measured"], self.config, self.trio
         notes = check_lora(
             adapter, loss_before=measured["fewshot_loss_before"], loss_after=measured["fewshot_loss_after"],
             force=config.force,
         )  # fmt: skip
         save_lora(
-            adapter.scaled(choice.alpha), config.out, model=self.bound.model, target=self.checkpoints["target"],
-            base_name=config.target, overwrite=config.overwrite, inputs=self.checkpoints, notes=notes,
-            config={"mask": config.mask, "alpha": choice.alpha, "margin": choice.margin, "seed": config.seed},
-            details=details, extras=self.bound.save_extras,
+            adapter.scaled(outcome.alpha), config.out, model=self.bound.model, target=trio.target,
+            base_name=config.target, overwrite=config.overwrite, notes=notes, details=details,
+            inputs={"base": trio.base, "tuned": trio.tuned, "target": trio.target}, extras=self.bound.save_extras,
+            config={"mask": config.mask, "alpha": outcome.alpha, "margin": outcome.margin, "seed": config.seed},
         )  # fmt: skip
         held = len(adapter.factors) + len(adapter.whole)
         return StreamReport(

@@ -6,7 +6,7 @@ from gradfix.experiments import paper
 from gradfix.experiments.experiment import experiment, title
 from gradfix.experiments.lab import Book
 from gradfix.experiments.tables import Cell, Claim, Table, verdict
-from gradfix.training.costs import COSTS, flops
+from gradfix.methods.methods import METHODS, flops
 
 STEPS, BATCH = 2000, 128  # the paper's recipe for a full fine-tune
 
@@ -56,7 +56,7 @@ def count_flops(book: Book) -> Table:
         per_weight = flops(method, 1, count, steps=steps)
         theirs = paper.FLOPS.get(method)
         shown = f"{theirs:g}P" if theirs else None
-        rows.append([title(method), COSTS[method].formula, count, steps, per_weight, total[method], shown])
+        rows.append([title(method), _formula(method), count, steps, per_weight, total[method], shown])
     step = total["one_step"] / total["gradfix"]
     full = total["fine_tuned"] / total["gradfix"]
     claims = [
@@ -69,3 +69,8 @@ def count_flops(book: Book) -> Table:
     notes = [f"P = {size:,} trained weights, {tokens:.0f} tokens per sample; choosing alpha is not included."]
     label = {"label": paper.LABELS["flops"], "figures": dict(paper.FLOPS)}
     return Table("Floating-point operations, with N", header, rows, label, claims, notes=notes)
+
+
+def _formula(name: str) -> str:
+    cost = METHODS[name].cost
+    return cost.formula if cost is not None else "-"

@@ -25,7 +25,7 @@ from gradfix.experiments import catalogue
 from gradfix.experiments.catalogue import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
 from gradfix.methods.search import Search
-from gradfix.methods.trial import Arena
+from gradfix.methods.trial import Lenders, Passes, Splits, Trial
 from gradfix.tasks.base import Bound, Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
@@ -100,17 +100,16 @@ class HubSuite(Suite):
         tuned = self.finetuned(model.base, task)
         bound = opener.open(target, device=self.device)
         tau = TaskVector.between(base, tuned)
-        arena = Arena(
-            bound=bound,
-            tau=tau,
-            train=data.splits["train"],
-            validation=data.splits["validation"],
-            test=data.splits["test"],
+        arena = Trial(
+            bound,
+            tau,
+            Splits(*(data.splits[name] for name in ("train", "validation", "test"))),
             search=self.grid.search,
-            batch_size=self.batch_size,
-            allow_fewer=True,
-            aligned=lambda how: align(base, target, method=how).apply(tau),
-            tuned_target=lambda: TaskVector.between(target, self.finetuned(model.target, task)),
+            passes=Passes(batch_size=self.batch_size, allow_fewer=True),
+            lenders=Lenders(
+                aligned=lambda how: align(base, target, method=how).apply(tau),
+                tuned_target=lambda: TaskVector.between(target, self.finetuned(model.target, task)),
+            ),
         )
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())

@@ -14,10 +14,11 @@ from gradfix.errors import IncompatibleCheckpoints
 from gradfix.experiments.lab import MEASURES, Answer, Lab, Question
 from gradfix.experiments.suite import Scene
 from gradfix.merging.memory import mask_then_merge, merge, merge_then_mask
-from gradfix.methods.methods import METHODS, NotHere
+from gradfix.methods.method import NotHere
+from gradfix.methods.methods import METHODS
 from gradfix.methods.search import Score, Setting
 from gradfix.methods.support import Support
-from gradfix.methods.trial import Arena
+from gradfix.methods.trial import Trial
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.diagnostics import sign_agreement
 from gradfix.vectors.scale import dialled
@@ -70,10 +71,10 @@ def run_selected(lab: Lab, *, pair: str, task: str, selector: str, shots: int, s
     """GradFix on examples chosen by a selector, from the features of base A's frozen encoder."""
     scene = lab.scene(pair, task)
     arena = scene.arena
-    labels = [str(example["label"]) for example in arena.train]
-    picked = select(_features(scene), labels, shots, selector, seed, allow_fewer=arena.allow_fewer)
-    batches = arena.bound.batches([arena.train[index] for index in picked], arena.batch_size)
-    votes = collect_votes(arena.model, arena.bound.loss, batches, engine=arena.engine)
+    labels = [str(example["label"]) for example in arena.splits.train]
+    picked = select(_features(scene), labels, shots, selector, seed, allow_fewer=arena.passes.allow_fewer)
+    batches = arena.bound.batches([arena.splits.train[index] for index in picked], arena.passes.batch_size)
+    votes = collect_votes(arena.model, arena.bound.loss, batches, engine=arena.passes.engine)
     return _chosen(arena, arena.support(shots, seed), transport(arena.tau, votes).update)
 
 
@@ -141,10 +142,10 @@ def run_support(lab: Lab, *, pair: str, task: str, who: str, shots: int, seed: i
         few = arena.support(shots, seed)
         update = transport(arena.tau, few.votes(few.whole)).update
     accuracies = []
-    for one, examples in ((bound, arena.test), (side.bound, side.examples)):
+    for one, examples in ((bound, arena.splits.test), (side.bound, side.examples)):
         with dialled(one.model, update if update is not None else {}) as dial:
             dial.turn(alpha)
-            batches = one.batches(examples, arena.batch_size)
+            batches = one.batches(examples, arena.passes.batch_size)
             accuracies.append(evaluate(one.model, one, batches)["accuracy"])
     return {"accuracy": accuracies[0], "support": accuracies[1], "alpha": alpha}
 
@@ -161,17 +162,17 @@ def run_counts(lab: Lab, *, pair: str, task: str) -> Answer:
     }
 
 
-def _chosen(arena: Arena, support: Support, update: TaskVector) -> Answer:
+def _chosen(arena: Trial, support: Support, update: TaskVector) -> Answer:
     """Choose alpha on validation, score on test; with a validation split the few-shot set has no say in it."""
     choice = arena.choose(support, [Setting({}, lambda view: update)])
     return {
         "accuracy": _test(arena, update, choice.alpha),
         "alpha": choice.alpha,
-        "curve": [list(point) for point in choice.curve.accuracies()],
+        "curve": [list(point) for point in choice.accuracies()],
     }
 
 
-def _chosen_for_all(arenas: Mapping[str, Arena], update: TaskVector) -> Answer:
+def _chosen_for_all(arenas: Mapping[str, Trial], update: TaskVector) -> Answer:
     """One alpha by the mean validation accuracy over the tasks."""
     first = next(iter(arenas.values()))
     alphas = [0.0, *first.search.alphas]
@@ -186,7 +187,7 @@ def _chosen_for_all(arenas: Mapping[str, Arena], update: TaskVector) -> Answer:
     }
 
 
-def _scores(arena: Arena, update: TaskVector, alphas: Sequence[float]) -> list[Score]:
+def _scores(arena: Trial, update: TaskVector, alphas: Sequence[float]) -> list[Score]:
     with dialled(arena.model, update) as dial:
         found = []
         for alpha in alphas:
@@ -195,7 +196,7 @@ def _scores(arena: Arena, update: TaskVector, alphas: Sequence[float]) -> list[S
         return found
 
 
-def _test(arena: Arena, update: TaskVector | None, alpha: float) -> float:
+def _test(arena: Trial, update: TaskVector | None, alpha: float) -> float:
     with dialled(arena.model, update if update is not None else {}) as dial:
         dial.turn(alpha)
         return arena.score("test").accuracy
@@ -212,7 +213,7 @@ def _extract(scene: Scene) -> Tensor:
     with left_as_it_was(bound.model), torch.no_grad():
         parts = [
             bound.features(bound.model, batch).float().cpu()
-            for batch in bound.batches(scene.arena.train, scene.arena.batch_size)
+            for batch in bound.batches(scene.arena.splits.train, scene.arena.passes.batch_size)
         ]
     return torch.cat(parts)
 

@@ -20,7 +20,7 @@ from gradfix.align import align
 from gradfix.errors import UsageError
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
 from gradfix.methods.search import Search
-from gradfix.methods.trial import Arena
+from gradfix.methods.trial import Lenders, Passes, Splits, Trial
 from gradfix.tasks.base import Batch, ClosedSet, Example
 from gradfix.tasks.loading import freeze_all_but
 from gradfix.vectors.taskvector import TaskVector
@@ -108,17 +108,16 @@ class PocketSuite(Suite):
         def aligned(how: str) -> TaskVector:
             return align(pocket.model(given.base), bound.model, method=how).apply(tau)
 
-        arena = Arena(
-            bound=bound,
-            tau=tau,
-            train=_examples("train", task),
-            validation=_examples("validation", task),
-            test=_examples("test", task, TESTED[self.quick]),
-            search=self.grid.search,
-            batch_size=50,
-            aligned=aligned,
-            tuned_target=lambda: TaskVector.between(given.target, given.target_tuned),
+        splits = Splits(
+            _examples("train", task),
+            _examples("validation", task),
+            _examples("test", task, TESTED[self.quick]),
         )
+        tuned = lambda: TaskVector.between(given.target, given.target_tuned)  # noqa: E731
+        arena = Trial(
+            bound, tau, splits, search=self.grid.search, passes=Passes(batch_size=50),
+            lenders=Lenders(aligned=aligned, tuned_target=tuned),
+        )  # fmt: skip
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
         samples = pocket.figures()["images"]["all"]  # what the fine-tunes were trained on

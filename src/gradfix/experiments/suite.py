@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.methods.search import Search
-from gradfix.methods.trial import Arena
+from gradfix.methods.trial import Trial
 from gradfix.registry import Registry
 from gradfix.tasks.base import Bound, Example
 from gradfix.vectors.taskvector import TaskVector
@@ -37,7 +37,7 @@ class Grid:
 class Scene:
     """One task on one pair, opened: the arena of the target, and the old base with its own head."""
 
-    arena: Arena
+    arena: Trial
     base: Callable[[], Bound]
     samples: int  # labelled training examples there are in all
     classes: int

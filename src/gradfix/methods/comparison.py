@@ -20,14 +20,18 @@ from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.open import Source
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.changed import changed_examples
-from gradfix.methods.inputs import Inputs
-from gradfix.methods.methods import METHODS, NotHere, Outcome, vote_details
+from gradfix.methods.method import CEILING, FLOOR, NotHere, Outcome, Traits
+from gradfix.methods.methods import METHODS
+from gradfix.methods.opening import Opened, Request
 from gradfix.methods.results import Results
 from gradfix.methods.search import Search
 from gradfix.methods.support import Support
+from gradfix.methods.trial import Passes, Trial
 from gradfix.registry import unknown
 from gradfix.tasks.base import Bound, Task
+from gradfix.vectors.diagnostics import sign_agreement
 from gradfix.vectors.scale import dialled
+from gradfix.vectors.signvotes import SignVotes
 
 Progress = Callable[[str, int, int], None]
 Unit = dict[str, Any]
@@ -46,6 +50,8 @@ def compare(
     methods: Iterable[str] | None = None,
     validation: Any = "auto",
     unlabelled: Any = None,
+    head: str = "error",
+    strict: bool = False,
     work: str | os.PathLike[str] | None = None,
     search: Search | None = None,
     finetune: Mapping[str, Any] | bool = True,
@@ -63,55 +69,30 @@ def compare(
 
     `target` is a checkpoint or an opened one. `data` needs the splits train (the few-shot sets are drawn from
     it) and test. `validation` is "auto" (the data's own split when there is one), "none" (everything is chosen
-    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. The references `oracle` and `fine_tuned` take
-    `target_tuned`; without it the target is fine-tuned on the train split (`finetune` holds the recipe's options,
-    False leaves them out). `progress(what, done, total)` is called before each unit and once at the end."""
+    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. `head` and
+    `strict` are those of `transport`. The references `oracle` and `fine_tuned` take `target_tuned`; without it the
+    target is fine-tuned on the train split (`finetune` holds the recipe's options, False leaves them out).
+    `progress(what, done, total)` is called before each unit and once at the end."""
     names, explicit = _names(methods, target_tuned)
-    inputs = Inputs(
-        base=base,
-        tuned=tuned,
-        target=target,
-        target_tuned=target_tuned,
-        data=data,
-        task=task,
-        validation=validation,
-        unlabelled=unlabelled,
-        finetune=finetune if any(METHODS[name].reference for name in names) else False,
-        task_options=task_options or {},
-        search=search or Search(),
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-        engine=engine,
-        allow_fewer=allow_fewer,
-        work=Path(work) if work is not None else None,
-    )
     shots, seeds = tuple(dict.fromkeys(shots)), tuple(dict.fromkeys(seeds))
     if not shots or not seeds:
         raise UsageError("give at least one budget (shots) and one seed.")
-    run = _Run(inputs, shots, seeds, names, explicit=explicit, progress=progress)
-    units = run.all()
-    rows = [run.row(unit, k, seed, pair) for k in shots for seed in seeds for unit in units[k, seed]]
-    details = run.details(units, pair)
-    results = Results.build(rows, titles=run.titles(), versions=versions(), notes=run.notes, **details)
-    provenance = {
-        "pair": pair,
-        "command": command,
-        **inputs.provenance(),
-        "shots": list(shots),
-        "seeds": list(seeds),
-    }
-    changed = run.changed(results, units, pair)
-    return Results.build(
-        rows, titles=run.titles(), versions=versions(), notes=run.notes, changed=changed, provenance=[provenance],
-        **details,
+    request = Request(
+        base=base, tuned=tuned, target=target, target_tuned=target_tuned, data=data, task=task,
+        validation=validation, unlabelled=unlabelled, head=head, strict=strict,
+        finetune=finetune if any(METHODS[name].traits.reference for name in names) else False,
+        task_options=task_options or {}, search=search or Search(), dtype=dtype, device=device,
+        passes=Passes(batch_size=batch_size, engine=engine, allow_fewer=allow_fewer),
+        work=Path(work) if work is not None else None,
     )  # fmt: skip
+    run = _Run(Opened(request), shots, seeds, names, explicit=explicit, progress=progress)
+    return run.results(pair, command)
 
 
 def _names(methods: Iterable[str] | None, target_tuned: Source | None) -> tuple[list[str], bool]:
     if methods is None:
         return list(METHODS), False
-    wanted = {"zero_shot", *methods} | ({"fine_tuned"} if target_tuned is not None else set())
+    wanted = {FLOOR, *methods} | ({CEILING} if target_tuned is not None else set())
     for name in wanted:
         if name not in METHODS:
             raise UsageError(unknown("method", name, list(METHODS)))
@@ -123,7 +104,7 @@ class _Run:
 
     def __init__(
         self,
-        inputs: Inputs,
+        opened: Opened,
         shots: Sequence[int],
         seeds: Sequence[int],
         names: Sequence[str],
@@ -131,21 +112,42 @@ class _Run:
         explicit: bool,
         progress: Progress | None,
     ) -> None:
-        self.inputs, self.arena = inputs, inputs.arena
+        self.opened, self.trial = opened, opened.trial
         self.shots, self.seeds, self.names, self.explicit = shots, seeds, list(names), explicit
         self.progress = progress
-        self.parameters, self.tokens = inputs.parameters(), inputs.tokens()
+        self.parameters, self.tokens = opened.parameters(), opened.tokens()
         self.left_out: dict[str, str] = {}
-        self.slopes = bool({"gradfix_mean", "magnitude"} & set(names))
+        self.slopes = any(METHODS[name].traits.gradient for name in names)
         self._fixed: dict[str, Unit] = {}
+
+    def results(self, pair: str | None, command: str | None) -> Results:
+        units = self.all()
+        rows = [
+            self.row(unit, k, seed, pair)
+            for k in self.shots
+            for seed in self.seeds
+            for unit in units[k, seed]
+        ]
+        kept = [name for name in self.names if name not in self.left_out]
+        provenance = {
+            "pair": pair, "command": command, **self.opened.provenance(),
+            "shots": list(self.shots), "seeds": list(self.seeds),
+        }  # fmt: skip
+        details = {
+            **self.details(units, pair),
+            "titles": {name: METHODS[name].title for name in kept},
+            "traits": {name: METHODS[name].traits.as_json() for name in kept},
+            "versions": versions(),
+            "notes": self.notes,
+        }
+        judged = Results.build(rows, **details)
+        changed = self.changed(judged.verdict, units, pair)
+        return Results.build(rows, **details, changed=changed, provenance=[provenance])
 
     @property
     def notes(self) -> list[str]:
         missing = [f"{name} was left out: {why}" for name, why in self.left_out.items()]
-        return list(dict.fromkeys([*self.inputs.notes, *self.arena.notes, *missing]))
-
-    def titles(self) -> dict[str, str]:
-        return {name: METHODS[name].title for name in self.names if name not in self.left_out}
+        return list(dict.fromkeys([*self.opened.notes, *self.trial.notes, *missing]))
 
     def all(self) -> dict[tuple[int, int], list[Unit]]:
         done, total = 0, len(self.shots) * len(self.seeds) * len(self.names)
@@ -167,16 +169,16 @@ class _Run:
     def _unit(self, name: str, shots: int, seed: int) -> Unit | None:
         if name in self.left_out:
             return None
-        fixed = METHODS[name].fixed and self.arena.regime == "validation"
+        fixed = METHODS[name].traits.fixed and self.trial.regime == "validation"
         if fixed and name in self._fixed:
             return self._fixed[name]
         key = {"method": name, "sets": self._sets() if fixed else [[shots, seed]], "slopes": self.slopes}
-        folder = self.inputs.folder
+        folder = self.opened.folder
         unit = folder.read_unit(key) if folder is not None else None
         if unit is not None:
-            self.arena.notes += unit.get("said", ())
+            self.trial.notes += unit.get("said", ())
         else:
-            before = len(self.arena.notes)
+            before = len(self.trial.notes)
             try:
                 unit = self._work(name, shots, seed, fixed)
             except (NotHere, IncompatibleCheckpoints) as error:
@@ -184,7 +186,7 @@ class _Run:
                     raise
                 self.left_out[name] = str(error)
                 return None
-            unit["said"] = self.arena.notes[before:]  # the run that reads this unit back says it too
+            unit["said"] = self.trial.notes[before:]  # the run that reads this unit back says it too
             if folder is not None:
                 folder.write_unit(key, unit)
         if fixed:
@@ -195,15 +197,15 @@ class _Run:
         return [[shots, seed] for shots in self.shots for seed in self.seeds]
 
     def _work(self, name: str, shots: int, seed: int, fixed: bool) -> Unit:
-        support = self.arena.support(shots, seed)
+        support = self.trial.support(shots, seed)
         start = time.perf_counter()
-        self.arena.open_bill()
+        self.trial.open_bill()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*tensors abstained")
-            outcome = METHODS[name].run(self.arena, support)
-        work = self.arena.bill.total(time.perf_counter() - start)
-        unit = self._measure(outcome, support, fixed)
-        given = name in ("fine_tuned", "oracle") and self.inputs.sources["target_tuned"] is not None
+            outcome = METHODS[name].run(self.trial, support)
+        work = self.trial.bill.total(time.perf_counter() - start)
+        unit = self._measure(outcome, METHODS[name].traits, support, fixed)
+        given = METHODS[name].traits.reference and self.opened.request.target_tuned is not None
         return {
             **unit,
             "method": name,
@@ -211,18 +213,18 @@ class _Run:
             "flops": None if given else work.flops(self.parameters, self.tokens),
         }
 
-    def _measure(self, outcome: Outcome, support: Support, fixed: bool) -> Unit:
+    def _measure(self, outcome: Outcome, traits: Traits, support: Support, fixed: bool) -> Unit:
         """Score what the method would ship; nothing here flows back into a choice."""
-        arena, update = self.arena, outcome.update
+        trial, update = self.trial, outcome.update
         sets = self._sets() if fixed else [[support.shots, support.seed]]
         before = {f"{k}-{s}": self._loss_before(k, s) for k, s in sets}
-        with dialled(arena.model, update if update is not None else {}) as dial:
+        with dialled(trial.model, update if update is not None else {}) as dial:
             dial.turn(outcome.alpha)
-            score, answers = arena.predictions("test")
+            score, answers = trial.predictions("test")
             after = {f"{k}-{s}": self._loss(k, s) for k, s in sets}
         parts = dict(outcome.parts)
-        if "votes" in parts:
-            parts.update(vote_details(arena, support, parts["votes"]))
+        if outcome.votes is not None and traits.drawn is not None:
+            parts.update(vote_details(trial, outcome.votes))
         slope = None
         if self.slopes and update is not None and not fixed:
             gradient = support.gradient(support.whole)
@@ -245,15 +247,15 @@ class _Run:
         }
 
     def _loss_before(self, shots: int, seed: int) -> float | None:
-        return _finite(self.arena.untouched(self.arena.few_shot_set(shots, seed)).loss)
+        return _finite(self.trial.untouched(self.trial.few_shot_set(shots, seed)).loss)
 
     def _loss(self, shots: int, seed: int) -> float | None:
-        return _finite(self.arena.score(self.arena.few_shot_set(shots, seed)).loss)
+        return _finite(self.trial.score(self.trial.few_shot_set(shots, seed)).loss)
 
     def row(self, unit: Unit, shots: int, seed: int, pair: str | None) -> dict[str, Any]:
         """The public row of a unit."""
         here = f"{shots}-{seed}"
-        fixed = METHODS[unit["method"]].fixed and self.arena.regime == "validation"
+        fixed = METHODS[unit["method"]].traits.fixed and self.trial.regime == "validation"
         parts = {
             name: unit["parts"][name]
             for name in ("rate", "steps", "start_alpha", "tie_rate")
@@ -261,7 +263,7 @@ class _Run:
         }
         return {
             "pair": pair,
-            "task": Path(self.inputs.dataset.source).name,
+            "task": Path(self.opened.dataset.source).name,
             "method": unit["method"],
             "shots": shots,
             "seed": seed,
@@ -270,7 +272,7 @@ class _Run:
             "alpha": unit["alpha"],
             "margin": unit["margin"],
             "seconds": unit["seconds"],
-            "regime": self.arena.regime,
+            "regime": self.trial.regime,
             "validation_accuracy": unit["validation_accuracy"],
             "validation_score": unit["validation_score"],
             "test_loss": unit["test_loss"],
@@ -279,8 +281,8 @@ class _Run:
             "slope": unit["slope"],
             "kept": unit["kept"],
             "flops": unit["flops"],
-            "samples": 0 if fixed else len(self.arena.examples[self.arena.few_shot_set(shots, seed)]),
-            "test_samples": len(self.inputs.test),
+            "samples": 0 if fixed else len(self.trial.examples[self.trial.few_shot_set(shots, seed)]),
+            "test_samples": len(self.opened.splits.test),
             "notes": unit["notes"],
             **parts,
         }
@@ -292,40 +294,47 @@ class _Run:
             for unit in group:
                 where = {"pair": pair, "shots": shots, "seed": seed, "method": unit["method"]}
                 parts = unit["parts"]
-                if "votes" in parts:
+                if "curve" in parts:
                     found["curves"].append(
-                        {**where, "rule": parts["votes"], "points": parts["curve"], "best": unit["alpha"]}
+                        {**where, "rule": parts.get("rule"), "points": parts["curve"], "best": unit["alpha"]}
                     )
+                if "agreement" in parts:
                     found["agreement"].append(
                         {
                             **where,
-                            "rule": parts["votes"],
+                            "rule": parts["rule"],
                             "with": parts["agreement_with"],
                             "blocks": parts["agreement"],
                         }
                     )
-                elif unit["method"] in ("naive", "veto", "oracle"):
-                    found["curves"].append(
-                        {**where, "rule": None, "points": parts["curve"], "best": unit["alpha"]}
-                    )
-                if "kept" in parts and not METHODS[unit["method"]].control:
+                if "kept" in parts and METHODS[unit["method"]].traits.keeps:
                     found["kept"].append({**where, "blocks": parts["kept"]})
         return found
 
     def changed(
-        self, results: Results, units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None
+        self, verdict: Mapping[str, Any], units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None
     ) -> list[dict[str, Any]]:
         """Test examples on which the shipped method answers differently from the target as it is."""
-        verdict = results.verdict
         shots, seed = verdict["shots"], self.seeds[0]
         group = {unit["method"]: unit for unit in units[shots, seed]}
         name = verdict["method"]
-        if name == "zero_shot":
-            moved = [unit for unit in group.values() if not METHODS[unit["method"]].reference]
+        if name == FLOOR:
+            moved = [unit for unit in group.values() if not METHODS[unit["method"]].traits.reference]
             name = max(moved, key=lambda unit: (unit["validation_score"], unit["alpha"]))["method"]
-        before, after = group["zero_shot"]["answers"], group[name]["answers"]
-        found = changed_examples(self.inputs.test, self.arena.bound.labels, before, after)
+        before, after = group[FLOOR]["answers"], group[name]["answers"]
+        found = changed_examples(self.opened.splits.test, self.trial.bound.labels, before, after)
         return [{"pair": pair, "method": name, "shots": shots, "seed": seed, **found}]
+
+
+def vote_details(trial: Trial, votes: SignVotes) -> dict[str, Any]:
+    """What the votes look like, for the report: not part of any method's cost."""
+    known = trial.tuned_target()
+    return {
+        "rule": votes.rule,
+        "agreement": sign_agreement(votes, known if known is not None else trial.tau),
+        "agreement_with": "the target's own fine-tune" if known is not None else "the task vector",
+        "tie_rate": votes.tie_rate(),
+    }
 
 
 def _finite(value: float | None) -> float | None:

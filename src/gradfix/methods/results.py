@@ -15,6 +15,8 @@ from statistics import fmean
 from typing import Any
 
 from gradfix.errors import CorruptInput, UsageError
+from gradfix.methods.method import CEILING, FLOOR, Traits
+from gradfix.methods.methods import traits_of
 from gradfix.methods.verdicts import judge, mean, spread
 
 Row = dict[str, Any]
@@ -31,6 +33,7 @@ class Results:
     versions: dict[str, Any]
     verdicts: list[dict[str, Any]] = field(default_factory=list)
     titles: dict[str, str] = field(default_factory=dict)
+    traits: dict[str, dict[str, Any]] = field(default_factory=dict)
     curves: list[dict[str, Any]] = field(default_factory=list)
     agreement: list[dict[str, Any]] = field(default_factory=list)
     kept: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +46,7 @@ class Results:
         """Fill in what follows from the rows: recovered shares, baselines and verdicts."""
         filled = with_recovered(rows)
         pairs = list(dict.fromkeys(row.get("pair") for row in filled))
-        titles = details.get("titles", {})
+        titles, traits = details.get("titles", {}), details.get("traits", {})
         verdicts = []
         for pair in pairs:
             mine = [row for row in filled if row.get("pair") == pair]
@@ -52,8 +55,8 @@ class Results:
                     "rows chosen on validation data and rows chosen on folds cannot be compared."
                 )
             for shots in dict.fromkeys(row["shots"] for row in mine):
-                verdicts.append(judge([row for row in mine if row["shots"] == shots], titles))
-        baselines = {pair: _baselines([r for r in filled if r.get("pair") == pair]) for pair in pairs}
+                verdicts.append(judge([row for row in mine if row["shots"] == shots], titles, traits))
+        baselines = {pair: _baselines([r for r in filled if r.get("pair") == pair], traits) for pair in pairs}
         return cls(
             rows=filled,
             baselines=baselines[pairs[0]]
@@ -72,9 +75,10 @@ class Results:
             raise UsageError(
                 f"two comparisons share a pair name: {', '.join(map(str, names))}. Give each its own."
             )
-        joined: dict[str, Any] = {"titles": {}, "versions": parts[0].versions}
+        joined: dict[str, Any] = {"titles": {}, "traits": {}, "versions": parts[0].versions}
         for part in parts:
             joined["titles"].update(part.titles)
+            joined["traits"].update(part.traits)
         for key in ("curves", "agreement", "kept", "changed", "provenance"):
             joined[key] = [entry for part in parts for entry in getattr(part, key)]
         joined["notes"] = list(dict.fromkeys(note for part in parts for note in part.notes))
@@ -85,6 +89,9 @@ class Results:
 
     def title(self, method: str) -> str:
         return self.titles.get(method, method)
+
+    def traits_of(self, method: str) -> Traits:
+        return traits_of(method, self.traits.get(method))
 
     def summary_rows(self, pair: str | None = None) -> list[dict[str, Any]]:
         """One row per pair, budget and method: means over seeds, with the spread of the accuracy."""
@@ -143,11 +150,6 @@ class Results:
             why = " ".join(repr(error).split())[:80]
             raise CorruptInput(f"{path} is not a results file of gradfix compare ({why}).") from None
 
-    def to_markdown(self) -> str:
-        from gradfix.report.markdown import to_markdown
-
-        return to_markdown(self)
-
     def _repr_html_(self) -> str:
         from gradfix.vectors.diagnostics import notebook_table
 
@@ -167,20 +169,20 @@ def with_recovered(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     filled = [dict(row) for row in rows]
     for pair in {row.get("pair") for row in filled}:
         mine = [row for row in filled if row.get("pair") == pair]
-        ends = [
-            mean([r["accuracy"] for r in mine if r["method"] == name]) for name in ("zero_shot", "fine_tuned")
-        ]
+        ends = [mean([r["accuracy"] for r in mine if r["method"] == name]) for name in (FLOOR, CEILING)]
         for row in mine:
             row["recovered"] = recovered(row["accuracy"], *ends)
     return filled
 
 
-def _baselines(rows: Sequence[Row]) -> dict[str, float]:
+def _baselines(rows: Sequence[Row], traits: Mapping[str, Any]) -> dict[str, float]:
     found = {}
-    for name in ("zero_shot", "naive", "one_step", "few_shot", "oracle", "fine_tuned"):
+    for name in dict.fromkeys(row["method"] for row in rows):
+        mine = traits_of(name, traits.get(name))
+        if not mine.baseline and not mine.reference:
+            continue
         values = [row["accuracy"] for row in rows if row["method"] == name]
-        if values:
-            found[name] = fmean(values)
+        found[name] = fmean(values)
     return found
 
 

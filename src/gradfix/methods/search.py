@@ -68,6 +68,9 @@ class Score:
     def loss(self) -> float:
         return self.loss_sum / self.count
 
+    def as_json(self) -> dict[str, float]:
+        return {"accuracy": self.accuracy, "loss": self.loss, "samples": self.count}
+
     @property
     def value(self) -> float:
         """Accuracy; ties go to the lower loss. The loss is worth less than half an example, whatever it is."""
@@ -89,6 +92,9 @@ class Curve:
     @property
     def score(self) -> Score:
         return self.points[self.best]
+
+    def values(self) -> list[tuple[float, float]]:
+        return [(alpha, score.value) for alpha, score in sorted(self.points.items())]
 
     def accuracies(self) -> list[tuple[float, float]]:
         return [(alpha, score.accuracy) for alpha, score in sorted(self.points.items())]
@@ -120,5 +126,8 @@ class Choice:
 
     setting: Setting
     alpha: float
-    curve: Curve
+    curve: Curve | None  # None where nothing was left to choose
     notes: tuple[str, ...] = ()
+
+    def accuracies(self) -> list[tuple[float, float]]:
+        return self.curve.accuracies() if self.curve is not None else []

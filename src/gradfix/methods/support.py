@@ -18,33 +18,27 @@ from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.collect import collect_gradient, collect_votes
 
 if TYPE_CHECKING:
-    from gradfix.methods.trial import Arena
+    from gradfix.methods.trial import Trial
 
 
 class Support:
     """One few-shot set: its examples, its folds, and what the target says about them."""
 
-    def __init__(self, arena: Arena, shots: int, seed: int) -> None:
-        self.arena, self.shots, self.seed = arena, shots, seed
-        self.name = arena.few_shot_set(shots, seed)
-        self.examples = tuple(arena.examples[self.name])
-        self.parts = [self.examples]
-        if arena.regime == "few_shot":
-            if len(self.examples) < 2:
-                raise DataError("one example cannot be held out; give --shots 2 or more, or validation data.")
-            cuts = folds(self.examples, min(arena.search.folds, len(self.examples)), seed)
-            self.parts = [tuple(self.examples[i] for i in held) for _, held in cuts]
-            for number, part in enumerate(self.parts):
-                arena.define(f"fold-{number}", part)
+    def __init__(self, trial: Trial, shots: int, seed: int) -> None:
+        self.trial, self.shots, self.seed = trial, shots, seed
+        self.name = trial.few_shot_set(shots, seed)
+        self.examples = tuple(trial.examples[self.name])
+        self.parts = [self.examples]  # cut into folds when a choice must be made on them
 
     @property
     def whole(self) -> View:
-        return View(self.examples, self.name if self.arena.regime == "few_shot" else "validation")
+        return View(self.examples, self.name if self.trial.regime == "few_shot" else "validation")
 
     def views(self) -> list[View]:
         """What choices are made on: all examples scored on validation, or each fold scored by the others."""
-        if self.arena.regime == "validation":
+        if self.trial.regime == "validation":
             return [self.whole]
+        self._cut()
         return [
             View(
                 tuple(e for k, part in enumerate(self.parts) if k != left for e in part), f"fold-{left}", left
@@ -52,9 +46,19 @@ class Support:
             for left in range(len(self.parts))
         ]
 
+    def _cut(self) -> None:
+        if len(self.examples) < 2:
+            raise DataError("one example cannot be held out; give --shots 2 or more, or validation data.")
+        if len(self.parts) > 1:
+            return
+        cuts = folds(self.examples, min(self.trial.search.folds, len(self.examples)), self.seed)
+        self.parts = [tuple(self.examples[i] for i in held) for _, held in cuts]
+        for number, part in enumerate(self.parts):
+            self.trial.define(f"fold-{number}", part)
+
     def untouched(self) -> Score:
         """The target itself on what scores the choices."""
-        return self.arena.untouched(self.whole.held)
+        return self.trial.untouched(self.whole.held)
 
     def votes(self, view: View, rule: str = "majority") -> SignVotes:
         """Votes on a view's examples. Votes add up, so every example is asked once however many folds there are."""
@@ -62,7 +66,7 @@ class Support:
             return self._mean(view)
         total: SignVotes | None = None
         for number in self._numbers(view):
-            votes = self.arena.shared(self._key("votes", number), partial(self._vote, number), file=True)
+            votes = self.trial.shared(self._key("votes", number), partial(self._vote, number), file=True)
             total = votes if total is None else total + votes
         assert total is not None
         return total
@@ -72,7 +76,7 @@ class Support:
         total: TaskVector | None = None
         count = 0
         for number in self._numbers(view):
-            part = self.arena.shared(self._key("gradient", number), partial(self._gradient, number))
+            part = self.trial.shared(self._key("gradient", number), partial(self._gradient, number))
             size = len(self.parts[number])
             total, count = part * size if total is None else total + part * size, count + size
         assert total is not None
@@ -89,14 +93,18 @@ class Support:
         return f"{kind}-{self.shots}-{self.seed}-{len(self.parts)}-{number}"
 
     def _vote(self, number: int) -> SignVotes:
-        arena, part = self.arena, self.parts[number]
-        batches = arena.bound.batches(part, arena.batch_size)
-        votes = collect_votes(arena.model, arena.bound.loss, batches, engine=arena.engine)
-        arena.bill.own += Work(forward=len(part), backward=len(part))
+        trial, part = self.trial, self.parts[number]
+        batches = trial.bound.batches(part, trial.passes.batch_size)
+        partial = trial.store.partial(self._key("votes", number))
+        votes = collect_votes(
+            trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial,
+            where=None if partial is None else [getattr(example, "where", "") for example in part],
+        )  # fmt: skip
+        trial.bill.own += Work(forward=len(part), backward=len(part))
         return votes
 
     def _gradient(self, number: int) -> TaskVector:
-        arena, part = self.arena, self.parts[number]
-        batches = arena.bound.batches(part, arena.batch_size)
-        arena.bill.own += Work(forward=len(part), backward=len(part))
-        return collect_gradient(arena.model, arena.bound.loss, batches)
+        trial, part = self.trial, self.parts[number]
+        batches = trial.bound.batches(part, trial.passes.batch_size)
+        trial.bill.own += Work(forward=len(part), backward=len(part))
+        return collect_gradient(trial.model, trial.bound.loss, batches)

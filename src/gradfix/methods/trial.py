@@ -1,7 +1,7 @@
-"""The ring in which methods meet: one target, one task vector, one label budget.
+"""A trial: one target, one task vector, one label budget, and everything the methods share.
 
 Votes, gradients, alignments and collated batches are made once and shared; each method is billed for
-what it used. Everything a method decides is decided by `Arena.choose`, on the validation split or on held-out
+what it used. Everything a method decides is decided by `Trial.choose`, on the validation split or on held-out
 folds of the few-shot set, never on both and never on test."""
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -43,42 +44,64 @@ class Bill:
         return sum(self.shared.values(), own)
 
 
-class Arena:
+@dataclass(frozen=True)
+class Splits:
+    """The examples of a trial. Few-shot sets are drawn from `train`; nobody chooses anything on `test`."""
+
+    train: Sequence[Example]
+    validation: Sequence[Example] | None = None
+    test: Sequence[Example] = ()
+    unlabelled: Sequence[Example] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How examples go through the model."""
+
+    batch_size: int = 32
+    engine: str = "auto"
+    allow_fewer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lenders:
+    """What a trial may ask for, made only when it is: tau permuted to the target, the target's own vector, the
+    tuned old model."""
+
+    aligned: Callable[[str], TaskVector] | None = None
+    tuned_target: Callable[[], TaskVector] | None = None
+    teacher: Callable[[], Bound | None] | None = None
+
+
+class Trial:
     """The opened target with everything the methods share."""
 
     def __init__(
         self,
-        *,
         bound: Bound,
         tau: TaskVector,
-        train: Sequence[Example],
-        validation: Sequence[Example] | None,
-        test: Sequence[Example],
+        splits: Splits,
+        *,
         search: Search | None = None,
-        batch_size: int = 32,
-        engine: str = "auto",
-        allow_fewer: bool = False,
+        passes: Passes | None = None,
         store: Store | None = None,
-        aligned: Callable[[str], TaskVector] | None = None,
-        tuned_target: Callable[[], TaskVector] | None = None,
-        teacher: Callable[[], Bound | None] | None = None,
-        unlabelled: Sequence[Example] | None = None,
+        lenders: Lenders | None = None,
+        judged: bool = True,
     ) -> None:
-        self.bound, self.model = bound, bound.model
+        """`judged`: a verdict will want every method's score, also of those that choose nothing by it."""
+        self.bound, self.model, self.splits, self.judged = bound, bound.model, splits, judged
         self.notes: list[str] = []
         name_map(self.model)  # loads what the first vote would, so that no method is billed for imports
         self.tau = self.by_module(tau)
-        self.train, self.validation, self.test = train, validation, test
-        self.search = search or Search()
-        self.batch_size, self.engine, self.allow_fewer = batch_size, engine, allow_fewer
-        self.regime: Regime = "few_shot" if validation is None else "validation"
-        self.store = store or Store()
+        self.search, self.passes = search or Search(), passes or Passes()
+        self.regime: Regime = "few_shot" if splits.validation is None else "validation"
+        self.store, self.lenders = store or Store(), lenders or Lenders()
         self.bill = Bill()
-        self._aligned, self._tuned_target = aligned, tuned_target
-        self._open_teacher = teacher
         self._teacher: Bound | None = None
-        self.unlabelled = unlabelled
-        self.examples: dict[str, Sequence[Example]] = {"test": test, "validation": validation or ()}
+        self.examples: dict[str, Sequence[Example]] = {
+            "test": splits.test,
+            "validation": splits.validation or (),
+        }
         self._batches: dict[str, list[Batch]] = {}
         self._shared: dict[str, tuple[Any, Work]] = {}
         self._support: Support | None = None
@@ -127,25 +150,25 @@ class Arena:
 
     def aligned(self, method: str) -> TaskVector:
         """tau after permuting base A onto the target."""
-        if self._aligned is None:
+        make = self.lenders.aligned
+        if make is None:
             raise UsageError(f"{method} needs the base checkpoint to align; give base=.")
-        make = self._aligned
         return self.shared(f"align-{method}", lambda: self.by_module(make(method)))
 
     def tuned_target(self) -> TaskVector | None:
         """The target's own task vector, for the references; None where nobody can know it."""
-        if self._tuned_target is None:
+        make = self.lenders.tuned_target
+        if make is None:
             return None
-        make = self._tuned_target
         return self.shared(
             "named-target", lambda: self.by_module(self.shared("tuned-target", make, file=True))
         )
 
     def teacher(self) -> Bound | None:
         """The tuned old model, opened once; like the target's, its opening is on nobody's bill."""
-        if self._teacher is None and self._open_teacher is not None:
+        if self._teacher is None and self.lenders.teacher is not None:
             start = time.perf_counter()
-            self._teacher = self._open_teacher()
+            self._teacher = self.lenders.teacher()
             self.bill.away += time.perf_counter() - start
         return self._teacher
 
@@ -163,8 +186,10 @@ class Arena:
         """Draw the set of this budget and seed and return the name of its batches."""
         name = self.set_name(shots, seed)
         if name not in self.examples:
-            picked = few_shot(self.train, shots, seed, self.allow_fewer, self.bound.labels or None)
-            self.define(name, [self.train[index] for index in picked])
+            picked = few_shot(
+                self.splits.train, shots, seed, self.passes.allow_fewer, self.bound.labels or None
+            )
+            self.define(name, [self.splits.train[index] for index in picked])
         return name
 
     @staticmethod
@@ -182,7 +207,7 @@ class Arena:
             return
         kept: list[Batch] = []
         size = 0
-        for batch in self.bound.scoring_batches(self.examples[name], self.batch_size):
+        for batch in self.bound.scoring_batches(self.examples[name], self.passes.batch_size):
             size += sum(t.numel() * t.element_size() for t in batch.values() if isinstance(t, Tensor))
             kept.append(batch)
             if size > CACHE_BYTES:
@@ -220,7 +245,7 @@ class Arena:
     def choose(
         self, support: Support, settings: Sequence[Setting], alphas: Sequence[float] | None = None
     ) -> Choice:
-        """The best setting and alpha by the score of this arena's regime.
+        """The best setting and alpha by the score of this trial's regime.
 
         With `alphas` only those (and 0) are tried, without widening."""
         if alphas is not None:
@@ -317,7 +342,11 @@ def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:
 
 
 class Store:
-    """Where shared products outlive the process; this one forgets. See `comparison.Folder`."""
+    """Where shared products outlive the process; this one forgets. See `methods.workfolder.Folder`."""
+
+    def partial(self, key: str) -> Path | None:
+        """Where an interrupted vote is kept while it is taken; None keeps nothing."""
+        return None
 
     def load(self, key: str) -> tuple[Any, Work | None]:
         return None, None

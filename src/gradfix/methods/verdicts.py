@@ -1,7 +1,7 @@
 """The verdict: which method to ship, in words a person can act on.
 
 The choice is made by validation (or fold) score alone. Test accuracy then checks it, and the verdict says
-when the two disagree. References that use the target's own fine-tune are never candidates."""
+when the two disagree. References are never candidates."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from gradfix.methods.method import FLOOR, Traits
+from gradfix.methods.methods import traits_of
 from gradfix.training.costs import readable
 
 Row = Mapping[str, Any]
-
-STAYS = ("zero_shot", "one_step", "few_shot")  # nothing of the old fine-tune is moved
-REFERENCES = ("oracle", "fine_tuned")
-CONTROLS = ("random", "random_tau")
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -29,19 +27,22 @@ def spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def judge(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> dict[str, Any]:
+def judge(
+    rows: Sequence[Row], titles: Mapping[str, str] | None = None, traits: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The verdict on the rows of one pair and one budget."""
     titles = titles or {}
+    known = {row["method"]: traits_of(row["method"], (traits or {}).get(row["method"])) for row in rows}
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["method"], []).append(row)
-    ranking = _ranking({name: group for name, group in groups.items() if name not in REFERENCES})
+    ranking = _ranking({name: group for name, group in groups.items() if not known[name].reference})
     winner = ranking[0]
     accuracy = {name: fmean(row["accuracy"] for row in group) for name, group in groups.items()}
-    following = next((name for name in ranking[1:] if name not in CONTROLS), None)
+    following = next((name for name in ranking[1:] if not known[name].control), None)
     over_next = accuracy[winner] - accuracy[following] if following else None
     noise = _noise(groups, winner, following)
-    stays = winner in STAYS or all(row["alpha"] == 0 for row in groups[winner])
+    stays = known[winner].stays or all(row["alpha"] == 0 for row in groups[winner])
     by_test = max(ranking, key=lambda name: accuracy[name])
     verdict: dict[str, Any] = {
         "method": winner,
@@ -49,7 +50,7 @@ def judge(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> dict[
         "recovered": mean([row.get("recovered") for row in groups[winner]]),
         "next": following,
         "margin_over_next": over_next,
-        "over_zero_shot": accuracy[winner] - accuracy["zero_shot"] if "zero_shot" in accuracy else None,
+        "over_zero_shot": accuracy[winner] - accuracy[FLOOR] if FLOOR in accuracy else None,
         "spread": noise,
         "test_error": _test_error(accuracy[winner], rows[0].get("test_samples")),
         "exceeds_spread": over_next is not None and noise is not None and over_next > noise,
@@ -63,7 +64,7 @@ def judge(rows: Sequence[Row], titles: Mapping[str, str] | None = None) -> dict[
         "pair": rows[0].get("pair"),
         "seeds": len(groups[winner]),
     }
-    verdict["advice"] = _advice(verdict, titles)
+    verdict["advice"] = _advice(verdict, titles, known)
     verdict["text"] = _words(verdict, accuracy, groups, titles)
     return verdict
 
@@ -79,7 +80,7 @@ def _ranking(groups: Mapping[str, Sequence[Row]]) -> list[str]:
         value = fmean(row["validation_score"] for row in group)
         flops = mean([row.get("flops") for row in group])
         cost = (math.inf, fmean(row["seconds"] for row in group)) if flops is None else (flops, 0.0)
-        return (-round(value, 9), name != "zero_shot", *cost)
+        return (-round(value, 9), name != FLOOR, *cost)
 
     return sorted(groups, key=key)
 
@@ -135,18 +136,19 @@ def _words(
     return " ".join(text)
 
 
-def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str], known: Mapping[str, Traits]) -> str:
     """What to do, in one sentence; a lead within the seeds' spread is not called a win."""
     winner, following = verdict["method"], verdict["next"]
     name, other = inline(titles.get(winner, winner)), inline(titles.get(following, str(following)))
     tied = following is not None and _tied(verdict)
-    if winner == "zero_shot" or (winner not in STAYS and not verdict["transport"]):
+    stays = known[winner].stays
+    if winner == FLOOR or (not stays and not verdict["transport"]):
         return "Do not transport: keep the target as it is."
-    if winner in STAYS and tied and following not in STAYS:
+    if stays and tied and not known[following].stays:
         return f"No need to transport: {name} on the same examples does as well as {other}."
-    if winner in STAYS and _behind(verdict):
+    if stays and _behind(verdict):
         return f"Do not transport: {name} on the same examples scored best where the choice is made."
-    if winner in STAYS:
+    if stays:
         return f"Do not transport: {name} on the same examples does better than moving the old fine-tune."
     return f"Ship {name}; {other} does as well." if tied else f"Ship {name}."
 
@@ -165,9 +167,9 @@ def _behind(verdict: Mapping[str, Any]) -> bool:
 
 def _gain(verdict: Mapping[str, Any]) -> str:
     parts = []
-    if verdict["over_zero_shot"] is not None and verdict["method"] != "zero_shot":
+    if verdict["over_zero_shot"] is not None and verdict["method"] != FLOOR:
         parts.append(f"{verdict['over_zero_shot']:+.1f} points over the target as it is")
-    if verdict["recovered"] is not None and verdict["method"] != "zero_shot":
+    if verdict["recovered"] is not None and verdict["method"] != FLOOR:
         parts.append(f"{100 * verdict['recovered']:.0f}% of the fine-tuning gain")
     return f" ({', '.join(parts)})" if parts else ""
 
@@ -189,7 +191,7 @@ def _against(verdict: Mapping[str, Any], following: str) -> str:
 
 def _check(verdict: Mapping[str, Any], accuracy: Mapping[str, float], name: Any) -> str:
     lost = verdict["over_zero_shot"]
-    if lost is not None and lost < 0 and verdict["method"] != "zero_shot":
+    if lost is not None and lost < 0 and verdict["method"] != FLOOR:
         return f"Test disagrees: it is {-lost:.1f} points below the target as it is. Do not ship it without more labels."
     if verdict["test_agrees"]:
         return "Test agrees: nothing else scored higher there."

@@ -24,7 +24,7 @@ def to_markdown(results: Results, title: str = "What to ship") -> str:
         if pair is not None:
             lines += [f"## {safe(str(pair).capitalize())}", ""]
         lines += [f"**{safe(headline(main))}.** {safe(reasons(main))}", ""]
-        caution = baseline_wins(main, results.title)
+        caution = baseline_wins(main, results)
         if caution:
             lines += [safe(caution), ""]
         for verdict in verdicts:

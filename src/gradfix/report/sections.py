@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from gradfix.methods.method import FLOOR
 from gradfix.methods.results import Results
-from gradfix.methods.verdicts import CONTROLS, REFERENCES, STAYS, inline
+from gradfix.methods.verdicts import inline
 from gradfix.report.plots import Series, curves
 from gradfix.training.costs import readable
 
 Entry = Mapping[str, Any]
-BASELINES = (*STAYS, "naive")
 CHOSEN = {
     "validation": "chosen on a validation split",
     "few_shot": "chosen on folds of the few-shot set",
@@ -39,7 +39,7 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "compared": compared(main),
         "figures": figures(main),
         "others": [verdict for verdict in verdicts if verdict is not main],
-        "caution": baseline_wins(main, results.title),
+        "caution": baseline_wins(main, results),
         "budgets": [_budget(results, pair, verdict) for verdict in verdicts],
         "agreement": _agreement([e for e in results.agreement if e["pair"] == pair]),
         "kept": _kept(
@@ -78,10 +78,10 @@ def figures(verdict: Entry) -> list[tuple[str, str]]:
     return found
 
 
-def baseline_wins(verdict: Entry, title: Any) -> str | None:
+def baseline_wins(verdict: Entry, results: Results) -> str | None:
     """Said plainly where something simpler than a mask is best."""
-    best = verdict["best_on_test"]
-    if not compared(verdict) or best not in BASELINES:
+    best, title = verdict["best_on_test"], results.title
+    if not compared(verdict) or best is None or not results.traits_of(best).baseline:
         return None
     if best == verdict["method"]:
         return (
@@ -106,16 +106,10 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
     for row in rows:
         row["winner"] = row["method"] == verdict["method"]
         row["best_on_test"] = row["method"] == verdict["best_on_test"]
-        row["kind"] = (
-            "reference"
-            if row["method"] in REFERENCES
-            else "control"
-            if row["method"] in CONTROLS
-            else "method"
-        )
+        row["kind"] = results.traits_of(row["method"]).kind
         row["flops_text"] = flops(row["flops"])
         row["seconds_text"] = seconds(row["seconds"])
-    zero = next((row["accuracy"] for row in rows if row["method"] == "zero_shot"), None)
+    zero = next((row["accuracy"] for row in rows if row["method"] == FLOOR), None)
     losses = [row for row in rows if row["loss_before"] is not None and row["loss_after"] is not None]
     top = max((max(row["loss_before"], row["loss_after"]) for row in losses), default=1.0)
     curve_entries = [e for e in results.curves if e["pair"] == pair and e["shots"] == shots]
@@ -127,25 +121,29 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         "samples": next(
             (row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None
         ),
-        "losses": [row for row in losses if row["method"] != "zero_shot"],
+        "losses": [row for row in losses if row["method"] != FLOOR],
         "loss_top": top * 1.05 or 1.0,
-        "curves": _curves(curve_entries, verdict["regime"]),
+        "curves": _curves(results, curve_entries, verdict["regime"]),
     }
 
 
-DRAWN = (("gradfix", "main"), ("gradfix_mean", "second"), ("naive", "third"))
-RULES = {"majority": "Majority vote", "mean": "Mean vote", None: "No mask"}
+STYLES = ("main", "second", "third")
 
 
-def _curves(entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
+def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
+    """One line per method that is drawn, in the order of the styles."""
+    drawn: dict[str, tuple[str, str]] = {}
+    for name in dict.fromkeys(entry["method"] for entry in entries):
+        line = results.traits_of(name).drawn
+        if line is not None:
+            drawn[name] = line
     series = []
-    for method, style in DRAWN:
+    for method, (style, legend) in sorted(drawn.items(), key=lambda item: _rank(item[1][0])):
         mine = [entry for entry in entries if entry["method"] == method and len(entry["points"]) > 1]
         if mine:
-            rule = mine[0]["rule"]
             runs = [[(float(x), float(y)) for x, y in entry["points"]] for entry in mine]
             best = [float(entry["best"]) for entry in mine]
-            series.append(Series(RULES.get(rule, str(rule)), style, runs, best))
+            series.append(Series(legend, style, runs, best))
     if not series:
         return None
     measure = entries[0].get("measure", "accuracy")
@@ -156,6 +154,10 @@ def _curves(entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
         "measure": measure,
         "legend": [(s.name, s.style) for s in series],
     }
+
+
+def _rank(style: str) -> int:
+    return STYLES.index(style) if style in STYLES else len(STYLES)
 
 
 def _agreement(entries: Sequence[Entry]) -> dict[str, Any] | None:
@@ -169,7 +171,7 @@ def _agreement(entries: Sequence[Entry]) -> dict[str, Any] | None:
 
 
 def _kept(entries: Sequence[Entry], title: Any) -> dict[str, Any] | None:
-    names = [name for name in dict.fromkeys(entry["method"] for entry in entries) if name != "force"]
+    names = list(dict.fromkeys(entry["method"] for entry in entries))
     if not names:
         return None
     groups = [[entry["blocks"] for entry in entries if entry["method"] == name] for name in names]

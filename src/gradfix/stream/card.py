@@ -19,7 +19,6 @@ _CACHED = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROLES = {"base": "old base", "tuned": "fine-tune", "target": "new base"}
 LONGEST = 300
-TUNED_ONLY = ("few_shot", "one_step")  # methods that leave the old fine-tune out
 
 
 def card(manifest: Mapping[str, Any], *, library: str | None = None) -> str:
@@ -89,7 +88,7 @@ def _title(manifest: Mapping[str, Any]) -> str:
     tuned = _name(manifest, "tuned")
     if _untouched(manifest):
         return f"{_name(manifest, 'target')} as it is"
-    if _method(manifest) in TUNED_ONLY:
+    if _trained_alone(manifest):
         return f"{_name(manifest, 'target')} fine-tuned on a few examples"
     return (
         f"{tuned} moved to {_name(manifest, 'target')}"
@@ -104,7 +103,7 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
             f"{_name(manifest, 'target')} was kept as it is: alpha is 0, so nothing was added to it and nothing "
             "trained into it."
         )
-    elif _method(manifest) in TUNED_ONLY:
+    elif _trained_alone(manifest):
         what = (
             f"{_name(manifest, 'target')} was fine-tuned on a few labelled examples; nothing of "
             f"{_name(manifest, 'tuned')} is in it."
@@ -128,18 +127,9 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
 def _way(manifest: Mapping[str, Any]) -> str:
     """How it was carried over, as a half-sentence after the target's name."""
     mask = _mask(manifest)
-    if _method(manifest) == "best":
-        return (
-            " by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
-            "agreed, then trained for a few dozen steps to answer as the fine-tune does."
-        )
-    if _method(manifest) == "veto_polish":
-        return (
-            ": the difference of the first two was masked by the signs of gradients of a few labelled examples and added "
-            "to the third, which was then fine-tuned on the same examples."
-        )
     if _method(manifest) is not None:
-        return f" by the method {safe(_method(manifest))} of `gradfix compare`."
+        way = _section(_section(manifest, "details"), "method").get("way")
+        return str(way) if way else f" by the method {safe(_method(manifest))} of `gradfix compare`."
     if mask == "none":
         return ", without training: the difference of the first two was scaled and added to the third."
     if str(mask).startswith("random"):
@@ -153,6 +143,11 @@ def _way(manifest: Mapping[str, Any]) -> str:
         ", without training: the difference of the first two was masked by the signs of gradients of a few "
         "labelled examples and added to the third."
     )
+
+
+def _trained_alone(manifest: Mapping[str, Any]) -> bool:
+    """Whether nothing of the old fine-tune is in it."""
+    return _section(_section(manifest, "details"), "method").get("transports") is False
 
 
 def _method(manifest: Mapping[str, Any]) -> object:

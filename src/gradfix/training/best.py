@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,6 @@ from gradfix.training.remix import remix, splice_words
 from gradfix.training.teacher import can_teach
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
-
-if TYPE_CHECKING:
-    from gradfix.methods.methods import Outcome
-    from gradfix.methods.search import Score
-    from gradfix.methods.support import Support
-    from gradfix.methods.trial import Arena
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 PATIENCE = 2  # alphas in a row without a new best that end the walk
@@ -227,42 +221,3 @@ def _start(
             if len(curve) - 1 - lowest >= PATIENCE:
                 break
     return min(curve, key=lambda point: point[1])[0], curve
-
-
-def best_outcome(arena: Arena, support: Support) -> Outcome:
-    """`best` as a method of `compare`.
-
-    In the few-shot regime its score for the verdict comes from folds; they choose nothing, so their passes
-    are not on the method's bill."""
-    from gradfix.methods.methods import NotHere, Outcome
-
-    extra = arena.unlabelled or (arena.validation if arena.regime == "validation" else None)
-
-    def run(examples: Sequence[Example]) -> Best:
-        teacher = arena.teacher()
-        try:
-            return best(
-                arena.bound, arena.tau, examples, teacher=teacher, unlabelled=extra, seed=support.seed
-            )
-        except (DataError, UsageError) as error:
-            raise NotHere(str(error)) from error
-
-    found = run(support.examples)
-    arena.bill.own += found.work
-    if arena.regime == "validation":
-        score = _scored(arena, found.update, "validation")
-        if support.untouched().value > score.value:
-            return Outcome(None, 0.0, score=support.untouched(), notes=("the target as it is scored best",))
-    else:
-        began, bill = time.perf_counter(), arena.bill.own
-        parts = [_scored(arena, run(view.fit).update, view.held) for view in support.views()]
-        score = sum(parts[1:], parts[0])
-        arena.bill.own = bill
-        arena.bill.away += time.perf_counter() - began
-    return Outcome(found.update, 1.0, score=score, notes=found.notes(), parts=found.parts)
-
-
-def _scored(arena: Arena, update: TaskVector, name: str) -> Score:
-    with dialled(arena.model, update) as dial:
-        dial.turn(1.0)
-        return arena.score(name)

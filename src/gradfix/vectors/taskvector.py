@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, MemoryCheckpoint, Source, open_checkpoint
+from gradfix.checkpoints.trio import Trio
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
 
 
@@ -22,6 +23,14 @@ class TaskVector(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = {name: _working(tensor.detach()) for name, tensor in tensors.items()}
+
+    @classmethod
+    def of(cls, trio: Trio) -> TaskVector:
+        """What the fine-tune changed, under the target's names; heads and buffers that one side lacks stay out."""
+        from gradfix.checkpoints.open import Part
+
+        shared = [name for name in trio.base.names() if name in trio.tuned]
+        return cls.between(Part(trio.base, shared), Part(trio.tuned, shared))
 
     @classmethod
     def between(cls, base: Source | Checkpoint, tuned: Source | Checkpoint) -> TaskVector:

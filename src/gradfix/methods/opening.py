@@ -1,0 +1,280 @@
+"""From checkpoints and data to a trial: what `transport` and `compare` do before their first method runs.
+
+Work that can be kept is filed under the hash of everything it depends on: weights, examples, settings and
+the version of the package. Nothing made from other inputs or settings is ever read back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradfix._version import __version__
+from gradfix.align import align
+from gradfix.checkpoints.folder import is_side_file
+from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
+from gradfix.checkpoints.trio import Trio
+from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
+from gradfix.errors import DataError, UsageError
+from gradfix.methods.search import Search
+from gradfix.methods.trained import in_full
+from gradfix.methods.trial import Lenders, Passes, Splits, Trial
+from gradfix.methods.workfolder import Folder, digest
+from gradfix.tasks.base import TASKS, Bound, Example, Task
+from gradfix.tasks.classification import Classification
+from gradfix.training.teacher import can_teach, teacher_of
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import apply
+
+
+def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Bound:
+    """The target as the task sees it, with the fine-tune's head where that is to be copied."""
+    lent = trio.head == "copy" and isinstance(task, Classification)
+    head_from = trio.given["tuned"] if lent else None
+    return task.open(trio.given["target"], dtype=dtype, device=device, head_from=head_from)
+
+
+def lenders_of(trio: Trio, bound: Bound, tau: TaskVector, task: Task | None) -> Lenders:
+    """What the three checkpoints can lend to a trial; `tau` speaks the names on disk."""
+    return Lenders(
+        aligned=lambda how: TaskVector(align(trio.base, trio.target, method=how).apply(tau)),
+        teacher=lambda: open_teacher(trio, bound, task, tau),
+    )
+
+
+def open_teacher(trio: Trio, bound: Bound, task: Task | None, tau: TaskVector) -> Bound | None:
+    """The fine-tune with its own head and vocabulary; an adapter is added onto its base.
+
+    None where the task has no closed label set to teach."""
+    if not can_teach(bound):
+        return None
+    weight = next(bound.model.parameters())
+    base, tuned = trio.given["base"], trio.given["tuned"]
+    if task is None or not isinstance(tuned, str | os.PathLike) or not isinstance(base, str | os.PathLike):
+        return teacher_of(bound, base, tau, task)
+    return open_tuned(trio, task, weight.dtype, weight.device)
+
+
+def open_tuned(trio: Trio, task: Task, dtype: torch.dtype, device: Any) -> Bound:
+    """The fine-tune as the task sees it; an adapter is added onto its base."""
+    base, tuned = trio.given["base"], trio.given["tuned"]
+    path = trio.sources["tuned"].path
+    if path is None or not (path / "adapter_config.json").is_file():
+        return task.open(tuned, dtype=dtype, device=device, head_from=base)
+    old = task.open(base, dtype=dtype, device=device)
+    # Not the trio's views: these are in the order of the target's tokens, and this model is not.
+    apply(old.model, TaskVector.between(trio.sources["base"], trio.sources["tuned"]), 1.0)
+    return old
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a comparison is asked for, as given."""
+
+    base: Source
+    tuned: Source
+    target: Source | Bound
+    data: Any
+    task: str | Task | None = None
+    target_tuned: Source | None = None
+    validation: Any = "auto"
+    unlabelled: Any = None
+    head: str = "error"
+    strict: bool = False
+    finetune: Mapping[str, Any] | bool = True
+    task_options: Mapping[str, Any] = field(default_factory=dict)
+    search: Search = field(default_factory=Search)
+    passes: Passes = field(default_factory=Passes)
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    work: Path | None = None
+
+
+class Opened:
+    """Everything checked and opened, and the identity that cached work is filed under."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.dataset = request.data if isinstance(request.data, Dataset) else load_data(request.data)
+        self.splits, self.notes = read_splits(self.dataset, request.validation, request.unlabelled)
+        self.task = _task(request.task, self.dataset, request.task_options)
+        target = request.target.model if isinstance(request.target, Bound) else request.target
+        self.trio = Trio.open(request.base, request.tuned, target, head=request.head, strict=request.strict)
+        self.bound = self._bound()
+        self.opened = dict(self.trio.sources)
+        if request.target_tuned is not None:
+            self.opened["target_tuned"] = open_checkpoint(request.target_tuned)
+        self.fingerprints = {role: checkpoint.fingerprint() for role, checkpoint in self.opened.items()}
+        self.identity = self._identity()
+        self.folder = None
+        if request.work is not None:
+            self.folder = Folder(request.work, digest(self.identity), digest(self._votes_identity()))
+        tau = TaskVector.of(self.trio)
+        lenders = replace(
+            lenders_of(self.trio, self.bound, tau, self.task), tuned_target=self._tuned_target()
+        )
+        self.trial = Trial(
+            self.bound, tau, self.splits,
+            search=request.search, passes=request.passes, store=self.folder, lenders=lenders,
+        )  # fmt: skip
+
+    def _bound(self) -> Bound:
+        request = self.request
+        if isinstance(request.target, Bound):
+            return request.target
+        if self.task is None:
+            raise UsageError("a checkpoint needs a task to open it: give task=, or an opened target.")
+        if not isinstance(request.target, str | os.PathLike):
+            raise UsageError("the target must be a path, a hub id or an opened (Bound) model.")
+        return open_target(self.trio, self.task, request.dtype, request.device)
+
+    def _identity(self) -> dict[str, Any]:
+        request, splits = self.request, self.splits
+        parts = {
+            "train": splits.train, "validation": splits.validation, "test": splits.test,
+            "unlabelled": splits.unlabelled,
+        }  # fmt: skip
+        settings = {**(vars(self.task) if self.task is not None else {}), **request.task_options}
+        return {
+            "version": __version__,
+            "inputs": self.fingerprints,
+            "side_files": {role: _side_files(checkpoint) for role, checkpoint in self.opened.items()},
+            "data": Dataset({n: list(p) for n, p in parts.items() if p}, {}, "").hashes(),  # type: ignore[arg-type]
+            "labels": {str(name): str(prompt) for name, prompt in self.dataset.labels.items()},
+            "task": type(self.bound).__name__,
+            "task_options": {name: str(value) for name, value in sorted(settings.items())},
+            "regime": "few_shot" if splits.validation is None else "validation",
+            "search": asdict(request.search),
+            "finetune": str(request.finetune),
+            "head": request.head,
+            **asdict(request.passes),
+            "dtype": str(request.dtype),
+            "device": torch.device(request.device).type,
+        }
+
+    def _votes_identity(self) -> dict[str, Any]:
+        """What votes depend on: not on the vector, nor on what is searched."""
+        about = ("data", "labels", "task", "task_options", "head", "batch_size", "engine", "allow_fewer")
+        return {
+            **{name: self.identity[name] for name in (*about, "dtype", "device")},
+            "target": self.fingerprints["target"],
+            "side_files": _side_files(self.opened["target"]),
+        }
+
+    def _tuned_target(self) -> Callable[[], TaskVector] | None:
+        given, target = self.request.target_tuned, self.trio.sources["target"]
+        if given is not None:
+            return lambda: TaskVector.between(target, given)
+        return None if self.request.finetune is False else self._fine_tune
+
+    def _fine_tune(self) -> TaskVector:
+        options = {} if isinstance(self.request.finetune, bool) else self.request.finetune
+        checkpoint = self.folder.checkpoint("tuned-target") if self.folder is not None else None
+        update, work = in_full(self.bound, self.splits.train, options, checkpoint)
+        self.trial.bill.own += work
+        return update
+
+    def provenance(self) -> dict[str, Any]:
+        inputs = {
+            role: {
+                "name": checkpoint.path.name if checkpoint.path is not None else "in memory",
+                "weights": self.fingerprints[role],
+                "files": file_hashes(checkpoint),
+            }
+            for role, checkpoint in self.opened.items()
+        }
+        splits, left_out = self.splits, ("inputs", "side_files", "data", "version")
+        counts = {name: len(getattr(splits, name) or ()) for name in ("train", "validation", "test")}
+        name = Path(self.dataset.source).name
+        return {
+            "inputs": inputs,
+            "data": {"name": name, "sha256": self.identity["data"], "examples": counts},
+            "config": {key: value for key, value in self.identity.items() if key not in left_out},
+            "parameters": self.parameters(),
+            "tokens": self.tokens(),
+        }
+
+    def parameters(self) -> int:
+        names = set(self.bound.trainable())
+        return sum(p.numel() for name, p in self.bound.model.named_parameters() if name in names)
+
+    def tokens(self) -> float:
+        """Tokens a sample sends through the weights: its words, on average over the test set, or a picture's patches."""
+        batches = self.trial.batches("test")
+        batch = next(batches)
+        if "attention_mask" in batch:
+            masks = [part["attention_mask"] for part in chain([batch], batches)]
+            return float(torch.cat([mask.sum(-1).double().flatten() for mask in masks]).mean())
+        if "input_ids" in batch:
+            parts = [part["input_ids"] for part in chain([batch], batches)]
+            return sum(len(part) * part.shape[-1] for part in parts) / sum(len(part) for part in parts)
+        config = getattr(self.bound.model, "config", None)
+        config = getattr(config, "vision_config", config)
+        size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+        if isinstance(size, int) and isinstance(patch, int):
+            return float((size // patch) ** 2 + 1)
+        return 1.0
+
+
+def read_splits(dataset: Dataset, validation: Any, unlabelled: Any) -> tuple[Splits, list[str]]:
+    """Who may look at what, checked by content, and what there is to say about it."""
+    train, test = _split(dataset, "train"), _split(dataset, "test")
+    held = _validation(dataset, validation)
+    parts = {"train": train, "validation": held or [], "test": test}
+    notes = [*dataset.notes, *check_disjoint({name: part for name, part in parts.items() if part})]
+    extra = _unlabelled(unlabelled)
+    if extra:
+        check_disjoint({"unlabelled": extra, "test": test})
+    return Splits(train, held, test, extra), notes
+
+
+def _split(dataset: Dataset, name: str) -> Sequence[Example]:
+    if name not in dataset.splits:
+        raise DataError(
+            f"{dataset.source} has no {name} split, and compare needs one ({', '.join(dataset.splits)} found). "
+            "Give a folder with train and test files."
+        )
+    return dataset.splits[name]
+
+
+def _validation(dataset: Dataset, wanted: Any) -> Sequence[Example] | None:
+    if isinstance(wanted, str) and wanted == "none":
+        return None
+    if wanted is None or (isinstance(wanted, str) and wanted == "auto"):
+        return dataset.splits.get("validation")
+    other = wanted if isinstance(wanted, Dataset) else load_data(wanted, labels=dataset.labels or None)
+    return other.pick("validation", "train")
+
+
+def _unlabelled(source: Any) -> Sequence[Example] | None:
+    """Rows are taken as they are: nobody asks for their labels."""
+    if source is None or (isinstance(source, Sequence) and not isinstance(source, str)):
+        return source
+    return source.pick("train") if isinstance(source, Dataset) else load_unlabelled(source)
+
+
+def _side_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Hashes of what a model is built and reads its inputs with: configuration, tokenizer, image transform."""
+    if checkpoint.path is None or not checkpoint.path.is_dir():
+        return {}
+    weights = {path.name for path in checkpoint.files}
+    files = [f for f in sorted(checkpoint.path.iterdir()) if f.name not in weights and is_side_file(f)]
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def _task(task: str | Task | None, dataset: Dataset, options: Mapping[str, Any]) -> Task | None:
+    if not isinstance(task, str):
+        return task
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
+    import gradfix.tasks  # noqa: F401  fills the registry
+
+    make: Callable[..., Task] = TASKS[task]
+    return make(dataset.labels, **options)
