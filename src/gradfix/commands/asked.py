@@ -17,6 +17,7 @@ from gradfix.registry import unknown
 from gradfix.vectors.masks import MASKS
 
 DEFAULT = "best"
+PAPER = Masked()  # what an option of the mask means where it is not given
 SPELLED = "mask"  # the name that stands for the options themselves
 DIALS = ("mask", "margin", "alpha", "vote", "votes", "align")
 FIXED = ("mask", "vote", "align")  # what the name of a masking method stands for
@@ -54,8 +55,12 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
     by_verdict = name is not None
     name = name or config.method or (SPELLED if given(config).keys() & set(DIALS) else DEFAULT)
     if name == SPELLED:
-        _refuse_strays(config)
-        return Asked(_name_of(config), Method(_masked(config), config.mask), replace(config, method=None))
+        run = _masked(config, PAPER)
+        title = run.mask
+        known = next((n for n, m in METHODS.items() if m.run == replace(run, alpha=None, margin=None)), None)
+        if known is not None:
+            return Asked(known, replace(METHODS[known], run=run), replace(config, method=None, mask=run.mask))
+        return Asked(title, Method(run, title), replace(config, method=None))
     if name not in shippable():
         raise UsageError(unknown("method", name, shippable()))
     method = METHODS[name]
@@ -68,34 +73,32 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
             raise UsageError(f"--method {name} has no --{dial}: leave it out.")
         return Asked(name, method, replace(config, method=name))
     _refuse_other_words(config, name, method.run)
-    config = replace(config, method=None, **{word: getattr(method.run, word) for word in FIXED})
-    _refuse_strays(config)
-    return Asked(name, replace(method, run=_masked(config)), config)
+    run = _masked(config, method.run)
+    words = {word: getattr(run, word) for word in FIXED if getattr(run, word) != getattr(PAPER, word)}
+    return Asked(name, replace(method, run=run), replace(config, method=None, **{"mask": run.mask, **words}))
 
 
-def _masked(config: TransportConfig) -> Masked:
-    def number(text: str) -> float | None:
-        return None if text == "auto" else float(text)
-
-    margin = number(config.margin) if MASKS[config.mask].sees == "votes" else None
-    return Masked(config.mask, config.vote, config.align, alpha=number(config.alpha), margin=margin)
-
-
-def _name_of(config: TransportConfig) -> str:
-    """The method that these options spell out, or the mask's name where none is declared."""
-    plain = Masked(**{word: getattr(config, word) for word in FIXED})
-    return next((name for name, method in METHODS.items() if method.run == plain), config.mask)
+def _masked(config: TransportConfig, kind: Masked) -> Masked:
+    """The mask that the options spell out; `kind` says what those mean that are not given."""
+    run = replace(
+        kind,
+        mask=config.mask or kind.mask,
+        vote=config.vote or kind.vote,
+        align=config.align if config.align != "none" else kind.align,
+        alpha=number_or_auto("--alpha", config.alpha),
+        margin=number_or_auto("--margin", config.margin),
+    )
+    _refuse_strays(config, run)
+    return run
 
 
 def _check_words(config: TransportConfig) -> None:
-    MASKS[config.mask]
-    for name in ("alpha", "margin"):
-        number_or_auto(f"--{name}", getattr(config, name))
+    if config.mask is not None:
+        MASKS[config.mask]
     for name, words in WORDS.items():
-        if getattr(config, name) not in words:
-            raise UsageError(unknown(f"--{name}", getattr(config, name), words))
-    if config.margin != "auto" and not 0 <= float(config.margin) <= 1:
-        raise UsageError(f"--margin must lie between 0 and 1, got {config.margin}.")
+        value = getattr(config, name)
+        if value is not None and value not in words:
+            raise UsageError(unknown(f"--{name}", value, words))
 
 
 def _refuse_other_words(config: TransportConfig, name: str, run: Masked) -> None:
@@ -109,15 +112,14 @@ def _refuse_other_words(config: TransportConfig, name: str, run: Masked) -> None
             )
 
 
-def _refuse_strays(config: TransportConfig) -> None:
+def _refuse_strays(config: TransportConfig, run: Masked) -> None:
+    if run.margin is not None and not 0 <= run.margin <= 1:
+        raise UsageError(f"--margin must lie between 0 and 1, got {config.margin}.")
     if config.unlabelled is not None:
         raise UsageError("--unlabelled is for --method best: leave it out.")
-    sees = MASKS[config.mask].sees
     for name in [name for name in READERS if name in given(config)]:
-        if sees not in READERS[name]:
+        if run.sees not in READERS[name]:
             able = [mask for mask in MASKS if MASKS[mask].sees in READERS[name]]
-            raise UsageError(
-                f"--mask {config.mask} reads no --{name} ({', '.join(able)} would): leave it out."
-            )
+            raise UsageError(f"--mask {run.mask} reads no --{name} ({', '.join(able)} would): leave it out.")
     if config.votes is not None and "vote" in given(config):
         raise UsageError(f"--votes {config.votes} holds votes already taken: leave --vote out.")

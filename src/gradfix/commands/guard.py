@@ -78,14 +78,17 @@ def sole_writer(config: Any) -> Iterator[None]:
         yield
 
 
-def number_or_auto(word: str, value: str) -> None:
-    """Options that are a number or the word 'auto'."""
+def number_or_auto(word: str, value: str | None) -> float | None:
+    """Options that are a number or the word 'auto', for which nothing stands."""
+    if value is None or value == "auto":
+        return None
     try:
-        good = value == "auto" or math.isfinite(float(value))
+        number = float(value)
     except ValueError:
-        good = False
-    if not good:
+        number = math.nan
+    if not math.isfinite(number):
         raise UsageError(f"{word} must be a finite number or 'auto', got {value!r}.")
+    return number
 
 
 def refuse_broken(loss: float, alpha: float, force: bool) -> list[str]:

@@ -16,7 +16,6 @@ from gradfix.methods.method import FLOOR
 from gradfix.methods.methods import METHODS
 from gradfix.methods.results import Results
 from gradfix.vectors.diagnostics import kept_by_block
-from gradfix.vectors.masks import MASKS
 
 if TYPE_CHECKING:
     from gradfix.commands.transport import TransportResult
@@ -51,7 +50,7 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
     where = {"pair": None, "shots": config.shots, "seed": config.seed, "method": name}
     details: dict[str, Any] = {"curves": [], "kept": []}
     if result.curve:
-        details["curves"].append({**where, **_curve(config, result)})
+        details["curves"].append({**where, **_curve(wanted, result)})
     tensors = result.report.tensors if result.report else {}
     moved = {n: t["kept"] for n, t in tensors.items() if t["fate"] == "transported"}
     if moved:
@@ -59,10 +58,10 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
     kind = "Trained" if traits.stays else "Transported"
     titles = {
         FLOOR: METHODS[FLOOR].title,
-        name: f"{kind} ({config.mask if wanted.masked is not None else name})",
+        name: f"{kind} ({wanted.masked.mask if wanted.masked is not None else name})",
     }
     # A mask that no method stands for has one curve, and it is the page's main one.
-    line = traits.drawn or ("main", config.mask)
+    line = traits.drawn or ("main", name)
     shown = {FLOOR: METHODS[FLOOR].traits.as_json(), name: replace(traits, drawn=line).as_json()}
     statement = _statement(wanted, result, after, samples)
     provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
@@ -80,12 +79,12 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
     )
 
 
-def _curve(config: TransportConfig, result: TransportResult) -> dict[str, Any]:
+def _curve(wanted: Asked, result: TransportResult) -> dict[str, Any]:
     """What the search saw: accuracies to which the loss adds less than half an example."""
-    voted = MASKS[config.mask].sees in ("direction", "votes")
+    masked = wanted.masked
     return {
-        "rule": config.vote if voted else None, "points": result.curve, "best": result.alpha,
-        "measure": "score", "on": _place(config, result.regime),
+        "rule": masked.vote if masked is not None and masked.voted else None, "points": result.curve, "best": result.alpha,
+        "measure": "score", "on": _place(wanted.config, result.regime),
     }  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def _place(config: TransportConfig, regime: str) -> str:
 def _chosen(config: TransportConfig, result: TransportResult) -> str:
     if result.regime == "recipe":
         return "set by the recipe"
-    if result.regime == "given" or config.alpha != "auto":
+    if result.regime == "given" or config.alpha not in (None, "auto"):
         return "given"
     return f"chosen on {_place(config, result.regime)}"
 

@@ -302,7 +302,7 @@ class _Transport:
             return write_update(moved, inputs=inputs, head=self._lent_head(), **common)
         ballot = on_disk(outcome.votes, self.bound, config.target) if outcome.votes is not None else None
         return transport_checkpoint(
-            base=trio.base, tuned=trio.tuned, votes=ballot, mask=config.mask, margin=outcome.margin,
+            base=trio.base, tuned=trio.tuned, votes=ballot, mask=masked.mask, margin=outcome.margin,
             seed=config.seed, head=config.head, strict=config.strict, **common,
         )  # fmt: skip
 
@@ -319,7 +319,7 @@ class _Transport:
         }  # fmt: skip
 
     def _write_lora(self, adapter: LoraResult, outcome: Outcome, details: dict[str, Any]) -> StreamReport:
-        measured, config, trio = details["measured"], self.config, self.trio
+        measured, config, trio, masked = details["measured"], self.config, self.trio, self.wanted.masked
         notes = check_lora(
             adapter, loss_before=measured["fewshot_loss_before"], loss_after=measured["fewshot_loss_after"],
             force=config.force,
@@ -328,7 +328,7 @@ class _Transport:
             adapter.scaled(outcome.alpha), config.out, model=self.bound.model, target=trio.target,
             base_name=config.target, overwrite=config.overwrite, notes=notes, details=details,
             inputs={"base": trio.base, "tuned": trio.tuned, "target": trio.target}, extras=self.bound.save_extras,
-            config={"mask": config.mask, "alpha": outcome.alpha, "margin": outcome.margin, "seed": config.seed},
+            config={"mask": masked.mask if masked else "none", "alpha": outcome.alpha, "margin": outcome.margin, "seed": config.seed},
         )  # fmt: skip
         held = len(adapter.factors) + len(adapter.whole)
         return StreamReport(
