@@ -1,9 +1,10 @@
-"""A third-party package adds a mask, a task and a layer rule: built, installed and used as its users would.
+"""A third-party package adds a mask, a task, a method and a layer rule: built, installed and used as its users would.
 
 The package is the one that docs/guides/plugins.md shows."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -71,6 +72,39 @@ def test_an_installed_package_is_known_to_the_command_line(site, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "moved" / "gradfix.json").is_file()
     assert '"half_ties"' in (tmp_path / "moved" / "gradfix.json").read_text()
+
+
+def test_an_installed_method_is_compared_judged_drawn_and_shipped(site, tmp_path):
+    """One decorator, and every part of the house knows the method: no list of names stands anywhere else."""
+    setup("bert-zero-shot", tmp_path)
+    where = "--base bert-old --tuned bert-old-reviews --target bert-new --data reviews --task zero-shot --shots 2"
+    words = f"-m gradfix compare {where} --methods half_way random --json r.json --report page.html -q"
+    done = _python(site, *words.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())
+    row = next(row for row in results["rows"] if row["method"] == "half_way")
+    assert row["alpha"] == 0.5 and row["flops"] is not None
+    assert results["traits"]["half_way"]["transports"] is True
+    assert results["verdict"]["method"] in ("half_way", "zero_shot", "random")
+    page = (tmp_path / "page.html").read_text()
+    assert "Half of the vector" in page and "Half</" in page
+    words = f"-m gradfix transport {where} --method half_way --out moved --force --report one.html -q"
+    done = _python(site, *words.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "moved" / "README.md").read_text()
+    assert "half of the difference of the first two was added to the third" in card
+    assert json.loads((tmp_path / "moved" / "gradfix.json").read_text())["config"]["alpha"] == 0.5
+    assert "Transported (half_way)" in (tmp_path / "one.html").read_text()
+
+
+def test_a_reference_of_a_package_never_wins_a_verdict():
+    from gradfix.methods.verdicts import judge
+
+    rows = [
+        {"method": name, "accuracy": value, "alpha": 1.0, "validation_score": value, "seconds": 1.0, "seed": 0}
+        for name, value in (("zero_shot", 50.0), ("theirs", 99.0), ("naive", 60.0))
+    ]
+    assert judge(rows, traits={"theirs": {"reference": True}})["method"] == "naive"
 
 
 def test_without_the_package_the_names_are_unknown(tmp_path, capsys, monkeypatch):
