@@ -30,6 +30,7 @@ COMMON: dict[str, Words] = {
     "aligned": ("--mask", "none", "--align", "transfusion", "--alpha", 0.5, "--force"),
 }
 MEANING = ("kind", "config", "counts", "kept", "survived_rounding", "norm_ratio")
+HEAD = "zero_shot_head.safetensors"
 VECTORS = (("base", "tuned", 0.5), ("older", "older-tuned", 0.25))
 MERGES: dict[str, dict[str, Any]] = {
     "task_arithmetic": {"method": "task_arithmetic", "alpha": 0.5},
@@ -66,7 +67,13 @@ def folder_figures(folder: Path, *, exact: bool = True) -> dict[str, Any]:
         **fates(manifest.get("tensors", {}).items()),
     }
     if exact:
-        figures["weights"] = {path.name: sha(path.read_bytes()) for path in weights}
+        # A zero-shot head is computed by the text encoder, so its last bits are the CPU's.
+        made = {path.name: sha(path.read_bytes()) for path in weights if path.name != HEAD}
+        figures["weights"] = made
+    if (folder / HEAD).exists():
+        figures["head sizes"] = {
+            name: float(t.double().abs().sum()) for name, t in load_file(folder / HEAD).items()
+        }
     if "merge" in manifest.get("details", {}):
         figures["merge"] = manifest["details"]["merge"]
     return figures
