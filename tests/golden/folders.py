@@ -25,7 +25,6 @@ COMMON: dict[str, Words] = {
     "mean vote": ("--mask", "agree", "--vote", "mean", "--alpha", 0.5),
     "herding": ("--mask", "agree", "--select", "herding", "--alpha", 0.5),
     "alpha auto": ("--mask", "agree", "--alpha", "auto"),
-    "alpha and margin by folds": ("--mask", "veto", "--validation", "none"),
     "bf16 out": ("--mask", "agree", "--alpha", 0.5, "--out-dtype", "bf16"),
     "aligned": ("--mask", "none", "--align", "transfusion", "--alpha", 0.5, "--force"),
 }
