@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradfix.methods.methods import METHODS
 from gradfix.stream.card import card, hub_id, safe
 
 HOSTILE = [
@@ -96,6 +97,7 @@ def test_the_card_says_how_the_update_was_made(mask: str, words: str) -> None:
 def test_the_card_of_the_best_recipe_does_not_deny_its_training() -> None:
     content = manifest(config={"mask": "none", "alpha": 1.0})
     content["details"]["command"]["method"] = "best"
+    content["details"]["method"] = {"name": "best", "transports": True, "way": METHODS["best"].traits.way}
     text = card(content)
     assert "trained for a few dozen steps" in text
     assert "without training" not in text
@@ -116,6 +118,7 @@ def test_a_mask_that_was_applied_beforehand_is_named() -> None:
 def test_a_target_that_was_kept_is_called_so() -> None:
     content = manifest(config={"mask": "none", "alpha": 0.0})
     content["details"]["command"]["method"] = "few_shot"
+    content["details"]["method"] = {"name": "few_shot", "transports": False, "way": None}
     text = card(content)
     assert "was kept as it is" in text
     assert "fine-tuned on" not in text

@@ -138,8 +138,9 @@ def _refuse_swapped(config: TransportConfig, start: Setting, shots: Shots, trio:
     if config.head != "error":
         return  # the base has no head of its own to be scored with
     losses = {}
-    tuned = open_tuned(trio, start.task, torch_dtype(config.dtype), device_of(config.device))
-    for role, bound in (("base", start.open(config.base)), ("tuned", tuned)):
+    settings = torch_dtype(config.dtype), device_of(config.device)
+    base = start.open(config.base)
+    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
         losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
     if losses["tuned"] > losses["base"]:
         raise IncompatibleCheckpoints(

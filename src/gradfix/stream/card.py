@@ -166,9 +166,7 @@ def _mask(manifest: Mapping[str, Any]) -> object:
     )
     if written != "none" or not command or _method(manifest) is not None:
         return written
-    from gradfix.commands.configs import TransportConfig
-
-    return command.get("mask", TransportConfig.mask)
+    return command.get("mask", "agree")
 
 
 def _inputs(manifest: Mapping[str, Any]) -> str:
