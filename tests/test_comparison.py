@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from arenas import LABELS, dataset, rows, setting
+from arenas import LABELS, dataset, setting
 from gradfix.data import load_data
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods import comparison as running
@@ -18,6 +18,7 @@ from gradfix.methods.methods import METHODS
 from gradfix.methods.results import Results
 from gradfix.methods.search import Score, Search, Setting
 from gradfix.methods.trial import Splits, Trial
+from gradfix.report import write_report
 from gradfix.training.costs import Work
 from gradfix.vectors.taskvector import TaskVector
 
@@ -135,9 +136,23 @@ def test_an_example_on_two_sides_is_refused(given):
         run(given, data=load_data(leaked, labels=dict(data.labels)))
 
 
-def test_missing_test_split_is_named(given):
-    with pytest.raises(DataError, match="no test split"):
-        run(given, data=load_data({"train": rows(30, 1, 0.5)}))
+def test_without_a_test_split_it_chooses_and_says_so(given, tmp_path):
+    train = given["data"].splits["train"]
+    results = run(given, data=load_data({"train": train}), methods=["naive", "gradfix"])
+    assert all(row["accuracy"] is None and row["validation_accuracy"] is not None for row in results.rows)
+    assert results.verdict["accuracy"] is None and "no test split" in results.verdict["text"]
+    assert any("has no test split" in note for note in results.notes)
+    header, *cells = results.table()
+    column = header.index("held out")
+    assert all(cell[column] != "-" and cell[column + 1] == "-" for cell in cells)
+    results.save(tmp_path / "r.json")
+    page = write_report(Results.load(tmp_path / "r.json"), tmp_path / "r.html").read_text()
+    assert "Held-out accuracy (there is no test split)" in page
+
+
+def test_missing_train_split_is_named(given):
+    with pytest.raises(DataError, match="has no train split"):
+        run(given, data=load_data({"test": given["data"].splits["test"]}))
 
 
 def test_votes_of_folds_add_up_to_the_votes_of_the_set(given):

@@ -175,7 +175,7 @@ def test_markdown_names_stay_text():
     assert "<script>" not in text.replace("\\<script\\>", "")
     assert not re.search(r"(?<!\\)\]\(", text)
     table = [line for line in text.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {7}
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {8}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (20, 85), (22.2, 22.3), (0, 8), (50, 50), (-3, 1)])

@@ -220,7 +220,7 @@ class _Run:
         before = {f"{k}-{s}": self._loss_before(k, s) for k, s in sets}
         with dialled(trial.model, update if update is not None else {}) as dial:
             dial.turn(outcome.alpha)
-            score, answers = trial.predictions("test")
+            score, answers = trial.predictions("test") if trial.splits.test else (None, [])
             after = {f"{k}-{s}": self._loss(k, s) for k, s in sets}
         parts = dict(outcome.parts)
         if outcome.votes is not None and traits.drawn is not None:
@@ -231,8 +231,8 @@ class _Run:
             shared = [name for name in update if name in gradient]
             slope = outcome.alpha * update.subset(shared).dot(gradient.subset(shared))
         return {
-            "accuracy": score.accuracy,
-            "test_loss": _finite(score.loss),
+            "accuracy": score.accuracy if score else None,
+            "test_loss": _finite(score.loss) if score else None,
             "alpha": outcome.alpha,
             "margin": outcome.margin,
             "validation_accuracy": outcome.score.accuracy if outcome.score else None,
@@ -315,6 +315,8 @@ class _Run:
         self, verdict: Mapping[str, Any], units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None
     ) -> list[dict[str, Any]]:
         """Test examples on which the shipped method answers differently from the target as it is."""
+        if not self.opened.splits.test:
+            return []
         shots, seed = verdict["shots"], self.seeds[0]
         group = {unit["method"]: unit for unit in units[shots, seed]}
         name = verdict["method"]

@@ -205,8 +205,11 @@ class Opened:
         return sum(p.numel() for name, p in self.bound.model.named_parameters() if name in names)
 
     def tokens(self) -> float:
-        """Tokens a sample sends through the weights: its words, on average over the test set, or a picture's patches."""
-        batches = self.trial.batches("test")
+        """Tokens a sample sends through the weights: its words, on average, or a picture's patches."""
+        splits = self.splits
+        if not splits.test:
+            self.trial.define("seen", splits.validation or splits.train[:128])
+        batches = self.trial.batches("test" if splits.test else "seen")
         batch = next(batches)
         if "attention_mask" in batch:
             masks = [part["attention_mask"] for part in chain([batch], batches)]
@@ -224,23 +227,21 @@ class Opened:
 
 def read_splits(dataset: Dataset, validation: Any, unlabelled: Any) -> tuple[Splits, list[str]]:
     """Who may look at what, checked by content, and what there is to say about it."""
-    train, test = _split(dataset, "train"), _split(dataset, "test")
+    train, test = dataset.splits.get("train"), dataset.splits.get("test") or []
+    if train is None:
+        raise DataError(
+            f"{dataset.source} has no train split, and examples are drawn from it ({', '.join(dataset.splits)} found). "
+            "Add a train file."
+        )
     held = _validation(dataset, validation)
     parts = {"train": train, "validation": held or [], "test": test}
     notes = [*dataset.notes, *check_disjoint({name: part for name, part in parts.items() if part})]
+    if not test:
+        notes.append(f"{dataset.source} has no test split: methods are chosen, and nothing checks the choice")
     extra = _unlabelled(unlabelled)
     if extra:
         check_disjoint({"unlabelled": extra, "test": test})
     return Splits(train, held, test, extra), notes
-
-
-def _split(dataset: Dataset, name: str) -> Sequence[Example]:
-    if name not in dataset.splits:
-        raise DataError(
-            f"{dataset.source} has no {name} split, and compare needs one ({', '.join(dataset.splits)} found). "
-            "Give a folder with train and test files."
-        )
-    return dataset.splits[name]
 
 
 def _validation(dataset: Dataset, wanted: Any) -> Sequence[Example] | None:

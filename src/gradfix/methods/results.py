@@ -107,11 +107,12 @@ class Results:
     def table(self) -> list[list[str]]:
         """Header and cells as text, for any printer."""
         rows = self.summary_rows()
-        several = len(self.pairs()) > 1
+        several, untested = len(self.pairs()) > 1, any(row["accuracy"] is None for row in rows)
         header = [
             *(["pair"] if several else []),
             "shots",
             "method",
+            *(["held out"] if untested else []),
             "accuracy",
             "recovered",
             "alpha",
@@ -120,7 +121,8 @@ class Results:
         cells = []
         for row in rows:
             start = [str(row["pair"])] if several else []
-            cells.append([*start, str(row["shots"]), row["method"], accuracy_text(row), share_text(row["recovered"]),
+            held = [number_text(row["validation_accuracy"], ".1f")] if untested else []
+            cells.append([*start, str(row["shots"]), row["method"], *held, accuracy_text(row), share_text(row["recovered"]),
                           number_text(row["alpha"]), f"{row['seconds']:.1f}"])  # fmt: skip
         return [header, *cells]
 
@@ -158,9 +160,9 @@ class Results:
         return f"<p>{html.escape(self.verdict.get('text', ''))}</p>{table}"
 
 
-def recovered(accuracy: float, zero_shot: float | None, fine_tuned: float | None) -> float | None:
+def recovered(accuracy: float | None, zero_shot: float | None, fine_tuned: float | None) -> float | None:
     """Share of the fine-tuning gain; None where full fine-tuning gains nothing or is unknown."""
-    if zero_shot is None or fine_tuned is None or fine_tuned <= zero_shot:
+    if accuracy is None or zero_shot is None or fine_tuned is None or fine_tuned <= zero_shot:
         return None
     return (accuracy - zero_shot) / (fine_tuned - zero_shot)
 
@@ -182,7 +184,8 @@ def _baselines(rows: Sequence[Row], traits: Mapping[str, Any]) -> dict[str, floa
         if not mine.baseline and not mine.reference:
             continue
         values = [row["accuracy"] for row in rows if row["method"] == name]
-        found[name] = fmean(values)
+        if None not in values:
+            found[name] = fmean(values)
     return found
 
 
@@ -202,14 +205,14 @@ def _headline(verdicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str, Any]:
     pair, shots, method = key
-    accuracies = [row["accuracy"] for row in rows]
+    accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     alphas = sorted(row["alpha"] for row in rows)
     return {
         "pair": pair,
         "shots": shots,
         "method": method,
         "title": title,
-        "accuracy": fmean(accuracies),
+        "accuracy": mean(accuracies),
         "spread": spread(accuracies),
         "recovered": mean([row["recovered"] for row in rows]),
         "alpha": alphas[len(alphas) // 2],
@@ -225,6 +228,8 @@ def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str,
 
 
 def accuracy_text(row: Mapping[str, Any]) -> str:
+    if row["accuracy"] is None:
+        return "-"
     wide = f" +/- {row['spread']:.1f}" if row["spread"] is not None else ""
     return f"{row['accuracy']:.1f}{wide}"
 
@@ -233,5 +238,5 @@ def share_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def number_text(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
+def number_text(value: float | None, form: str = "g") -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -38,27 +38,29 @@ def judge(
         groups.setdefault(row["method"], []).append(row)
     ranking = _ranking({name: group for name, group in groups.items() if not known[name].reference})
     winner = ranking[0]
-    accuracy = {name: fmean(row["accuracy"] for row in group) for name, group in groups.items()}
+    tested = all(row["accuracy"] is not None for row in rows)
+    accuracy = {name: fmean(row["accuracy"] for row in group) for name, group in groups.items() if tested}
     following = next((name for name in ranking[1:] if not known[name].control), None)
-    over_next = accuracy[winner] - accuracy[following] if following else None
-    noise = _noise(groups, winner, following)
+    over_next = accuracy[winner] - accuracy[following] if following and tested else None
+    noise = _noise(groups, winner, following) if tested else None
     stays = known[winner].stays or all(row["alpha"] == 0 for row in groups[winner])
-    by_test = max(ranking, key=lambda name: accuracy[name])
+    by_test = max(ranking, key=lambda name: accuracy[name]) if tested else None
     verdict: dict[str, Any] = {
         "method": winner,
-        "accuracy": accuracy[winner],
+        "accuracy": accuracy.get(winner),
+        "held_out": mean([row.get("validation_accuracy") for row in groups[winner]]),
         "recovered": mean([row.get("recovered") for row in groups[winner]]),
         "next": following,
         "margin_over_next": over_next,
         "over_zero_shot": accuracy[winner] - accuracy[FLOOR] if FLOOR in accuracy else None,
         "spread": noise,
-        "test_error": _test_error(accuracy[winner], rows[0].get("test_samples")),
+        "test_error": _test_error(accuracy.get(winner), rows[0].get("test_samples")),
         "exceeds_spread": over_next is not None and noise is not None and over_next > noise,
         "cost_seconds": fmean(row["seconds"] for row in groups[winner]),
         "cost_flops": mean([row.get("flops") for row in groups[winner]]),
         "transport": not stays,
         "best_on_test": by_test,
-        "test_agrees": accuracy[winner] >= accuracy[by_test] - 1e-9,
+        "test_agrees": accuracy[winner] >= accuracy[by_test] - 1e-9 if by_test else None,
         "regime": rows[0].get("regime"),
         "shots": rows[0].get("shots"),
         "pair": rows[0].get("pair"),
@@ -99,9 +101,9 @@ def inline(title: str) -> str:
     return title if first[1:] != first[1:].lower() else f"{first.lower()}{space}{rest}"
 
 
-def _test_error(accuracy: float, samples: int | None) -> float | None:
+def _test_error(accuracy: float | None, samples: int | None) -> float | None:
     """One standard error of an accuracy measured on so many examples."""
-    return (accuracy * (100 - accuracy) / samples) ** 0.5 if samples else None
+    return (accuracy * (100 - accuracy) / samples) ** 0.5 if samples and accuracy is not None else None
 
 
 def chosen_on(verdict: Mapping[str, Any]) -> str:
@@ -123,10 +125,14 @@ def _words(
 
     winner, following = verdict["method"], verdict["next"]
     text = [verdict["advice"]]
-    text.append(f"{chosen_on(verdict)}; test accuracy {verdict['accuracy']:.1f}%{_gain(verdict)}.")
-    if following is not None:
-        text.append(_against(verdict, name(following)))
-    text.append(_check(verdict, accuracy, name))
+    if verdict["accuracy"] is None:
+        there = "" if verdict["held_out"] is None else f", where it scores {verdict['held_out']:.1f}%"
+        text.append(f"{chosen_on(verdict)}{there}. There is no test split: nothing has checked this choice.")
+    else:
+        text.append(f"{chosen_on(verdict)}; test accuracy {verdict['accuracy']:.1f}%{_gain(verdict)}.")
+        if following is not None:
+            text.append(_against(verdict, name(following)))
+        text.append(_check(verdict, accuracy, name))
     cost = f"It cost {_seconds(verdict['cost_seconds'])}"
     flops = verdict["cost_flops"]
     samples = groups[winner][0].get("samples")

@@ -40,15 +40,16 @@ def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[
         f"{verdict['shots']} labelled examples per class, {verdict['seeds']} "
         + ("seed" if verdict["seeds"] == 1 else "seeds"),
         "",
-        "| method | accuracy | recovered | alpha | seconds | FLOPs |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| method | held out | accuracy | recovered | alpha | seconds | FLOPs |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         wide = f" ± {row['spread']:.1f}" if row["spread"] is not None else ""
+        held = number_text(row["validation_accuracy"], ".1f")
         name = safe(row["title"])
         name = f"**{name}**" if row["method"] == verdict["method"] else name
         lines.append(
-            f"| {name} | {row['accuracy']:.1f}{wide} | {share_text(row['recovered'])} | {number_text(row['alpha'])} "
+            f"| {name} | {held} | {number_text(row['accuracy'], '.1f')}{wide} | {share_text(row['recovered'])} | {number_text(row['alpha'])} "
             f"| {seconds(row['seconds'])} | {flops(row['flops']) or '-'} |"
         )
     return [*lines, ""]

@@ -69,7 +69,11 @@ def reasons(verdict: Entry) -> str:
 
 
 def figures(verdict: Entry) -> list[tuple[str, str]]:
-    found = [("test accuracy", f"{verdict['accuracy']:.1f}%")]
+    found = []
+    if verdict["accuracy"] is not None:
+        found.append(("test accuracy", f"{verdict['accuracy']:.1f}%"))
+    elif verdict.get("held_out") is not None:
+        found.append(("held-out accuracy, not checked on test", f"{verdict['held_out']:.1f}%"))
     if verdict["over_zero_shot"] is not None:
         found.append(("over the target as it is", f"{verdict['over_zero_shot']:+.1f}"))
     if verdict["recovered"] is not None:
@@ -109,14 +113,18 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         row["kind"] = results.traits_of(row["method"]).kind
         row["flops_text"] = flops(row["flops"])
         row["seconds_text"] = seconds(row["seconds"])
-    zero = next((row["accuracy"] for row in rows if row["method"] == FLOOR), None)
+    tested = all(row["accuracy"] is not None for row in rows)
+    for row in rows:
+        row["bar"] = (row["accuracy"] if tested else row["validation_accuracy"]) or 0.0
+    zero = next((row["bar"] for row in rows if row["method"] == FLOOR), None)
     losses = [row for row in rows if row["loss_before"] is not None and row["loss_after"] is not None]
     top = max((max(row["loss_before"], row["loss_after"]) for row in losses), default=1.0)
     curve_entries = [e for e in results.curves if e["pair"] == pair and e["shots"] == shots]
     return {
         "shots": shots,
         "rows": rows,
-        "bars": sorted(rows, key=lambda row: -row["accuracy"]),
+        "bars": sorted(rows, key=lambda row: -row["bar"]),
+        "measured": "Test accuracy" if tested else "Held-out accuracy (there is no test split)",
         "zero": zero,
         "samples": next(
             (row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None
