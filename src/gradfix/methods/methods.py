@@ -5,7 +5,7 @@ set and at what `Arena.choose` measures; it never sees the test split."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from gradfix.errors import DataError, GradfixError
 from gradfix.methods.search import Choice, Score, Setting, View
 from gradfix.methods.support import Support
-from gradfix.methods.trial import Arena, restored
+from gradfix.methods.trial import Arena
 from gradfix.registry import Registry
 from gradfix.training.costs import Work
-from gradfix.training.fewshot import tune
+from gradfix.training.finetuning import tune
+from gradfix.training.loop import change, restored
 from gradfix.vectors.diagnostics import kept_by_block, sign_agreement
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import Transported, apply, random_like, transport
@@ -191,7 +192,7 @@ def fine_tuned(arena: Arena, support: Support) -> Outcome:
 @method("best", "Best recipe")
 def best(arena: Arena, support: Support) -> Outcome:
     """A scaled transport, then lessons from the tuned old model; see `gradfix.training.best`."""
-    from gradfix.training.best import best_outcome
+    from gradfix.methods.recipe import best_outcome
 
     return best_outcome(arena, support)
 
@@ -291,7 +292,7 @@ def _polish(arena: Arena, support: Support, start: Callable[[View], TaskVector] 
                 for steps, score, before in _path(arena, support, view, rate, start):
                     found[steps] = found[steps] + score if steps in found else score
                     if len(views) == 1 and score.value > max(known.value for known in scores.values()):
-                        update = _moved(arena, before)
+                        update = change(arena.model, before)
                     if len(views) == 1:
                         scores[rate, steps] = score
         except DataError as error:
@@ -328,10 +329,6 @@ def _path(
         arena.bill.own += done
 
 
-def _moved(arena: Arena, before: Mapping[str, Tensor]) -> TaskVector:
-    return TaskVector({name: p.detach() - before[name] for name, p in arena.model.named_parameters()})
-
-
 def _tuned(
     arena: Arena,
     support: Support,
@@ -348,4 +345,4 @@ def _tuned(
             apply(arena.model, start(view))
         for _, work in tune(arena.bound, view.fit, rate=rate, stops=[steps], batch=batch, seed=support.seed):
             arena.bill.own += work
-        return _moved(arena, before)
+        return change(arena.model, before)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.write import discard
-from gradfix.methods.trial import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.finetuning import finetune
+from gradfix.training.loop import change, restored
 from gradfix.vectors.taskvector import TaskVector
 
 RECIPE: Mapping[str, Any] = {"steps": 400, "batch_size": 64, "lr": 2e-5, "micro_batch": 32}
@@ -27,7 +27,7 @@ def tuned_target(
     recipe = {**RECIPE, **options}
     with restored(bound.model) as before:
         finetune(bound, train, checkpoint=checkpoint, **recipe)
-        update = TaskVector({name: p.detach() - before[name] for name, p in bound.model.named_parameters()})
+        update = change(bound.model, before)
     if checkpoint is not None:
         discard(checkpoint)
     samples = recipe["steps"] * min(recipe["batch_size"], len(train))

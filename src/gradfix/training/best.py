@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from gradfix.training.costs import Work
 from gradfix.training.distil import (
     Batch,
     Lesson,
-    Recipe,
+    Teaching,
     answers,
     distil,
     join,
@@ -30,16 +30,11 @@ from gradfix.training.distil import (
     typical_size,
     unbiased_divergence,
 )
+from gradfix.training.loop import change, restored
 from gradfix.training.remix import remix, splice_words
 from gradfix.training.teacher import can_teach
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
-
-if TYPE_CHECKING:
-    from gradfix.methods.methods import Outcome
-    from gradfix.methods.search import Score
-    from gradfix.methods.support import Support
-    from gradfix.methods.trial import Arena
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 PATIENCE = 2  # alphas in a row without a new best that end the walk
@@ -76,7 +71,7 @@ def best(
     *,
     teacher: Bound | None = None,
     unlabelled: Sequence[Example] | None = None,
-    recipe: Recipe | None = None,
+    recipe: Teaching | None = None,
     seed: int = 0,
 ) -> Best:
     """One update for `bound.model`, which is left as it was.
@@ -84,7 +79,7 @@ def best(
     `tau` speaks the module's names. `teacher` is the tuned old model with its own head; without one (or where
     the task has no closed label set) alpha and polish look at the few-shot labels alone, which is weaker.
     `unlabelled` examples may carry labels: they are not read."""
-    recipe, began = recipe or Recipe(), time.perf_counter()
+    recipe, began = recipe or Teaching(), time.perf_counter()
     if not examples:
         raise DataError("the best recipe needs labelled examples; check the data and --shots.")
     labelled = bound.collate(examples)
@@ -95,27 +90,17 @@ def best(
     rate = recipe.rate * typical_size(tau, names)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
-    with dialled(bound.model, tau) as dial:
-        before = {name: p.detach().clone() for name, p in bound.model.named_parameters()}
+    with restored(bound.model) as before, dialled(bound.model, tau) as dial:
         dial.turn(alpha)
-        try:
-            passes = distil(bound, labelled, lesson, rate, recipe, seed)
-            update = {name: p.detach() - before[name] for name, p in bound.model.named_parameters()}
-        finally:
-            _put_back(bound, before)
+        passes = distil(bound, labelled, lesson, rate, recipe, seed)
+        update = change(bound.model, before)
     probed = min(recipe.probes, len(lesson)) or min(recipe.labelled, len(examples))
     tried = len(curve) * probed
     work = Work(forward=passes + asked + tried, backward=passes, steps=recipe.steps, vectors=len(curve))
     known = [(at, value if math.isfinite(value) else None) for at, value in curve]  # JSON has no infinity
     parts = {"start_alpha": alpha, "start_curve": known, "rate": rate, "steps": recipe.steps, "asked": asked}
     verdict = "transported" if alpha else "taught"
-    return Best(TaskVector(update), verdict, alpha, parts, work, time.perf_counter() - began)
-
-
-def _put_back(bound: Bound, before: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in bound.model.named_parameters():
-            parameter.copy_(before[name])
+    return Best(update, verdict, alpha, parts, work, time.perf_counter() - began)
 
 
 def _lesson(
@@ -124,7 +109,7 @@ def _lesson(
     examples: Sequence[Example],
     unlabelled: Sequence[Example],
     vocabulary: Tensor | None,
-    recipe: Recipe,
+    recipe: Teaching,
     seed: int,
 ) -> tuple[Lesson, int]:
     """Inputs and the teacher's answers; and how many samples the teacher was asked about.
@@ -205,7 +190,7 @@ def _table(bound: Bound) -> nn.Embedding | None:
 
 
 def _start(
-    bound: Bound, tau: TaskVector, labelled: Batch, lesson: Lesson, recipe: Recipe
+    bound: Bound, tau: TaskVector, labelled: Batch, lesson: Lesson, recipe: Teaching
 ) -> tuple[float, list[tuple[float, float]]]:
     """The alpha at which the target's answers follow the teacher's best, a constant per class aside.
 
@@ -227,42 +212,3 @@ def _start(
             if len(curve) - 1 - lowest >= PATIENCE:
                 break
     return min(curve, key=lambda point: point[1])[0], curve
-
-
-def best_outcome(arena: Arena, support: Support) -> Outcome:
-    """`best` as a method of `compare`.
-
-    In the few-shot regime its score for the verdict comes from folds; they choose nothing, so their passes
-    are not on the method's bill."""
-    from gradfix.methods.methods import NotHere, Outcome
-
-    extra = arena.unlabelled or (arena.validation if arena.regime == "validation" else None)
-
-    def run(examples: Sequence[Example]) -> Best:
-        teacher = arena.teacher()
-        try:
-            return best(
-                arena.bound, arena.tau, examples, teacher=teacher, unlabelled=extra, seed=support.seed
-            )
-        except (DataError, UsageError) as error:
-            raise NotHere(str(error)) from error
-
-    found = run(support.examples)
-    arena.bill.own += found.work
-    if arena.regime == "validation":
-        score = _scored(arena, found.update, "validation")
-        if support.untouched().value > score.value:
-            return Outcome(None, 0.0, score=support.untouched(), notes=("the target as it is scored best",))
-    else:
-        began, bill = time.perf_counter(), arena.bill.own
-        parts = [_scored(arena, run(view.fit).update, view.held) for view in support.views()]
-        score = sum(parts[1:], parts[0])
-        arena.bill.own = bill
-        arena.bill.away += time.perf_counter() - began
-    return Outcome(found.update, 1.0, score=score, notes=found.notes(), parts=found.parts)
-
-
-def _scored(arena: Arena, update: TaskVector, name: str) -> Score:
-    with dialled(arena.model, update) as dial:
-        dial.turn(1.0)
-        return arena.score(name)
