@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.align.aligners import layout_of
 from gradfix.align.alignment import Alignment
-from gradfix.align.head_counts import HeadCounts, config_of
-from gradfix.align.layout import Residual
+from gradfix.align.layout import LayoutOptions, layout_of
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.errors import UsageError
 
@@ -22,22 +20,11 @@ Forward = Callable[[nn.Module], Any]
 
 
 def random_alignment(
-    source: Source | Checkpoint,
-    *,
-    family: str | None = None,
-    heads: HeadCounts | None = None,
-    kv_heads: HeadCounts | None = None,
-    config: Mapping[str, Any] | None = None,
-    residual: Residual = "shared",
-    keep_heads: bool = False,
-    seed: int = 0,
+    source: Source | Checkpoint, *, keep_heads: bool = False, seed: int = 0, **options: Unpack[LayoutOptions]
 ) -> Alignment:
     """A uniformly random element of the family's symmetry; `keep_heads` leaves the order of heads alone."""
     checkpoint = open_checkpoint(source)
-    known = config or config_of(checkpoint)
-    layout = layout_of(
-        checkpoint, family=family, heads=heads, kv_heads=kv_heads, config=known, residual=residual
-    )
+    layout = layout_of(checkpoint, **options)
     stacks = layout.stacks({name: tuple(checkpoint.info(name).shape) for name in checkpoint.names()})
     generator = torch.Generator().manual_seed(seed)
     groups = {}
