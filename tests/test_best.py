@@ -22,12 +22,12 @@ from gradfix.training.distil import (
     distil,
     divergence,
     join,
+    teacher_of,
     typical_size,
     unbiased_divergence,
 )
-from gradfix.training.loop import restored
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.teacher import teacher_of
+from gradfix.training.steps import restored
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained

@@ -13,7 +13,7 @@ from gradfix.tasks import TASKS, Bound
 from gradfix.tasks.scoring import evaluate
 from gradfix.training import finetuning
 from gradfix.training.finetuning import Recipe, finetune, tune
-from gradfix.training.loop import SCHEDULES, change, restored
+from gradfix.training.steps import SCHEDULES, change, restored
 from tiny import TEXT_LABELS, save_tiny, toy_texts
 
 ROWS = toy_texts(24)

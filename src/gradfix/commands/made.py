@@ -38,7 +38,7 @@ def _by_recipe(
 ) -> Made:
     """The recipe of `gradfix.training.best`; a validation set lends its inputs and may veto, it tunes nothing."""
     from gradfix.training.best import best
-    from gradfix.training.teacher import can_teach
+    from gradfix.training.distil import can_teach
 
     extra = shots.validation
     if config.unlabelled:

@@ -97,7 +97,7 @@ def _opened(value: Any) -> Image:
 
 
 def where(example: Mapping[str, Any], index: int) -> str:
-    return example.where if isinstance(example, Row) else f"example {index}"
+    return getattr(example, "where", None) or f"example {index}"
 
 
 def content_hash(example: Mapping[str, Any]) -> str:

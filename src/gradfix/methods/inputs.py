@@ -23,7 +23,7 @@ from gradfix.methods.search import Search
 from gradfix.methods.trial import Arena
 from gradfix.methods.workfolder import Folder, digest
 from gradfix.tasks.base import TASKS, Bound, Example, Task
-from gradfix.training.teacher import teacher_of
+from gradfix.training.distil import teacher_of
 from gradfix.vectors.taskvector import TaskVector
 
 

@@ -19,7 +19,7 @@ from gradfix.methods.trial import Arena
 from gradfix.registry import Registry
 from gradfix.training.costs import Work
 from gradfix.training.finetuning import tune
-from gradfix.training.loop import change, restored
+from gradfix.training.steps import change, restored
 from gradfix.vectors.diagnostics import kept_by_block, sign_agreement
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import Transported, apply, random_like, transport

@@ -12,7 +12,7 @@ from gradfix.checkpoints.write import discard
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.finetuning import finetune
-from gradfix.training.loop import change, restored
+from gradfix.training.steps import change, restored
 from gradfix.vectors.taskvector import TaskVector
 
 RECIPE: Mapping[str, Any] = {"steps": 400, "batch_size": 64, "lr": 2e-5, "micro_batch": 32}

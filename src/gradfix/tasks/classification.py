@@ -17,13 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
 from gradfix.tasks.loading import (
+    LOADER_ERRORS,
     Home,
     Loaded,
+    first_line,
     freeze_all_but,
+    load_exactly,
     load_image_processor,
     load_partly,
     load_tokenizer,
@@ -31,7 +36,7 @@ from gradfix.tasks.loading import (
     quiet_transformers,
     read_json,
 )
-from gradfix.tasks.reading import column, longest, tokenise
+from gradfix.tasks.reading import column, longest, masked_mean, processed, tokenise
 
 
 class Classifier(ABC):
@@ -85,10 +90,7 @@ class HuggingFaceClassifier(Classifier):
     def inputs(self, examples: Sequence[Example]) -> Batch:
         if not self.images:
             return tokenise(self.tokenizer, examples, self.max_length, self.model)
-        reference = next(self.model.parameters())
-        with quiet_transformers():
-            pixels = self.processor(images=column(examples, "image"), return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels.to(device=reference.device, dtype=reference.dtype)}
+        return processed(self.processor, examples, self.model)
 
     def _shown(self, batch: Batch) -> Batch:
         return {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -100,8 +102,7 @@ class HuggingFaceClassifier(Classifier):
         hidden = getattr(model, model.base_model_prefix)(**self._shown(batch)).last_hidden_state
         if "attention_mask" not in batch:
             return hidden.flatten(2).mean(-1) if hidden.ndim == 4 else hidden.mean(1)
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
+        return masked_mean(hidden, batch["attention_mask"])
 
     def head(self) -> list[str]:
         prefix = f"{self.model.base_model_prefix}."
@@ -111,6 +112,58 @@ class HuggingFaceClassifier(Classifier):
         if self.added_head:
             self.model.config.architectures = [type(self.model).__name__]
             write_text(folder / "config.json", self.model.config.to_json_string())
+
+
+class TimmClassifier(Classifier):
+    """A folder in timm's own hub format (config.json with "architecture").
+
+    The weights are read by gradfix and must match the model name by name, so that what is saved later is what
+    timm reads back."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str | torch.device) -> None:
+        timm = _timm()
+        try:
+            about, name, arguments = timm.models._hub.load_model_config_from_path(folder)
+            classes = about.get("num_classes")
+            model = timm.create_model(
+                name, **{"num_classes": classes, **(arguments or {})}, pretrained_cfg=about
+            )
+        except LOADER_ERRORS as error:
+            raise CorruptInput(f"{folder}: timm cannot build this model ({first_line(error)}).") from None
+        if not model.num_classes:
+            raise CorruptInput(f"{folder} has no classification head (num_classes is 0).")
+        load_exactly(model, open_checkpoint(folder), folder)
+        self.model = model.to(device=device, dtype=dtype).eval()
+        data = timm.data.resolve_data_config({}, model=model)
+        self.transform = timm.data.create_transform(**data, is_training=False)
+        given = about.get("label_names")
+        self.names = [str(name) for name in given or range(model.num_classes)]
+        self.notes = []
+        self.dtype, self.device = dtype, device
+
+    def inputs(self, examples: Sequence[Example]) -> Batch:
+        pixels = torch.stack([self.transform(image) for image in column(examples, "image")])
+        return {"pixel_values": pixels.to(device=self.device, dtype=self.dtype)}
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        return model(batch["pixel_values"])
+
+    def features(self, model: Any, batch: Batch) -> Tensor:
+        return model.forward_head(model.forward_features(batch["pixel_values"]), pre_logits=True)
+
+    def head(self) -> list[str]:
+        owned = {id(parameter) for parameter in self.model.get_classifier().parameters()}
+        return [name for name, parameter in self.model.named_parameters() if id(parameter) in owned]
+
+
+def _timm() -> Any:
+    heal_torchvision()
+    try:
+        import timm
+        import timm.data
+    except ImportError:
+        raise UsageError("this is a timm model; install gradfix[vision] to use it.") from None
+    return timm
 
 
 @dataclass(frozen=True)
@@ -278,8 +331,6 @@ class Classification(Task):
     ) -> Classifier:
         config = read_json(home.folder / "config.json")
         if "architecture" in config:
-            from gradfix.tasks.timm_models import TimmClassifier
-
             if home.adapter is not None:
                 raise UsageError(f"{home.adapter}: adapters of timm models cannot be read; merge it first.")
             return TimmClassifier(home.folder, dtype, device)

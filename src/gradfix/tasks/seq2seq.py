@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.errors import UsageError
-from gradfix.tasks.answers import AnswerTask
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
 from gradfix.tasks.loading import freeze_all_but
-from gradfix.tasks.reading import pad, refuse_foreign_tokens, tokenise
+from gradfix.tasks.reading import AnswerTask, masked_mean, pad, refuse_foreign_tokens, tokenise
 
 IGNORED = -100
 
@@ -117,8 +116,7 @@ class Seq2SeqBound(Bound):
 
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
         hidden = self._encoded(model, batch).last_hidden_state
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
+        return masked_mean(hidden, batch["attention_mask"])
 
 
 @TASKS.register("seq2seq")

@@ -19,9 +19,15 @@ from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
-from gradfix.tasks.encoders import Encoder, TextEncoder, TwoTowers
+from gradfix.tasks.encoders import (
+    Encoder,
+    OpenClip,
+    TextEncoder,
+    TwoTowers,
+    is_open_clip,
+    open_clip_source,
+)
 from gradfix.tasks.loading import freeze_all_but, locate, read_json
-from gradfix.tasks.open_clip_models import OpenClip, is_open_clip, open_clip_source
 
 HEAD_FILE = "zero_shot_head.safetensors"
 

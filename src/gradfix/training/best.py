@@ -24,15 +24,15 @@ from gradfix.training.distil import (
     Lesson,
     Teaching,
     answers,
+    can_teach,
     distil,
     join,
     take,
     typical_size,
     unbiased_divergence,
 )
-from gradfix.training.loop import change, restored
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.teacher import can_teach
+from gradfix.training.steps import change, restored
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 

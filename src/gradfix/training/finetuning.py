@@ -23,7 +23,7 @@ from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
-from gradfix.training.loop import SCHEDULES, Training, draws, trainable_weights, warmed
+from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights, warmed
 from gradfix.votes.collect import left_as_it_was
 from gradfix.votes.resume import weights_key
 
