@@ -70,25 +70,14 @@ class Encoder(ABC):
 class TextEncoder(Encoder):
     """Any `AutoModel` with a tokenizer; prompts and examples go through the same weights."""
 
-    def __init__(
-        self,
-        home: Home,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        *,
-        pooling: str = "mean",
-        max_length: int = 64,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, home: Home, *, pooling: str = "mean", max_length: int = 64) -> None:
         from transformers import AutoModel
 
         if pooling not in POOLINGS:
             raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
         self.pooling, self.scale = pooling, TEXT_SCALE
-        self.tokenizer = load_tokenizer(home.folder, trust_remote_code=trust_remote_code)
-        loaded = load_pretrained(
-            AutoModel, home, dtype, device, optional=["pooler"], trust_remote_code=trust_remote_code
-        )
+        self.tokenizer = load_tokenizer(home)
+        loaded = load_pretrained(AutoModel, home, optional=["pooler"])
         self.model, self.notes = loaded.model, loaded.notes
         self.max_length = longest(max_length, self.tokenizer, self.model.config)
         if self.model.config.is_encoder_decoder:
@@ -119,23 +108,13 @@ class TextEncoder(Encoder):
 class TwoTowers(Encoder):
     """Hugging Face CLIP and SigLIP: examples are images, prompts go through the frozen text tower."""
 
-    def __init__(
-        self,
-        home: Home,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        *,
-        max_length: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, home: Home) -> None:
         from transformers import AutoModel
 
-        self.tokenizer = load_tokenizer(home.folder, trust_remote_code=trust_remote_code)
-        self.processor = load_image_processor(home.folder, trust_remote_code=trust_remote_code)
-        loaded = load_pretrained(AutoModel, home, dtype, device, trust_remote_code=trust_remote_code)
+        self.tokenizer, self.processor = load_tokenizer(home), load_image_processor(home)
+        loaded = load_pretrained(AutoModel, home)
         self.model, self.notes = loaded.model, loaded.notes
-        positions = int(self.model.config.text_config.max_position_embeddings)
-        self.max_length = min(max_length or positions, positions)
+        self.max_length = int(self.model.config.text_config.max_position_embeddings)
         self.siglip = "siglip" in self.model.config.model_type
         self.scale = float(self.model.logit_scale.detach().double().exp())
 

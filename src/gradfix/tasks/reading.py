@@ -121,11 +121,10 @@ class AnswerTask(Task):
         """Load a model. Its answers are its own words; `head_from` is only the base of a LoRA adapter."""
         import transformers
 
-        home = locate(source, head_from)
         trust = self.trust_remote_code
-        tokenizer = load_tokenizer(home.folder, trust_remote_code=trust)
-        auto = getattr(transformers, self.loader)
-        loaded = load_pretrained(auto, home, dtype, device, trust_remote_code=trust)
+        home = locate(source, head_from, dtype=dtype, device=device, trust_remote_code=trust)
+        tokenizer = load_tokenizer(home)
+        loaded = load_pretrained(getattr(transformers, self.loader), home)
         length = longest(self.max_length, tokenizer, loaded.model.config)
         bound = type(self).bound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
         bound.source, bound.notes = home.adapter or home.folder, loaded.notes
