@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -64,19 +64,6 @@ class Alignment:
         chosen = self.groups.values() if group is None else [self.groups[group]]
         same = sum(int((stack == torch.arange(stack.shape[1])).sum()) for stack in chosen)
         return same / max(sum(stack.numel() for stack in chosen), 1)
-
-    def summary(self) -> dict[str, Any]:
-        """What a manifest should keep."""
-        return {
-            "method": self.method,
-            "family": self.layout.family.name,
-            "residual": self.layout.residual,
-            "sweeps": self.sweeps,
-            "cosine_before": self.cosine_before,
-            "cosine_after": self.cosine_after,
-            "identity_share": self.identity_share(),
-            "unmatched": list(self.unmatched),
-        }
 
     def report(self) -> str:
         """The alignment in words, one line per kind of group."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -127,16 +127,12 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture: its towers, whether positions rotate q and k, and which outputs move.
-
-    `outputs` names fields of the model's output that come out in permuted order, with the groups
-    (the first that exists) that permute them: the hidden states of a model without a head."""
+    """An architecture: its towers, and whether positions rotate q and k."""
 
     name: str
     towers: tuple[Tower, ...]
     rope: bool = False
     fallback: Fallback | None = None
-    outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def find(self, name: str) -> tuple[SpecLine, int | None] | None:
         """The line that covers a tensor, and its layer number."""

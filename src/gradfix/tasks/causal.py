@@ -15,28 +15,20 @@ from torch.nn import functional
 
 from gradfix.data.rows import question, where
 from gradfix.errors import DataError, UsageError
-from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
-from gradfix.tasks.loading import first_line, freeze_all_but
-from gradfix.tasks.reading import AnswerTask, masked_mean, pad, refuse_foreign_tokens
+from gradfix.tasks.base import TASKS, Batch, Example, Prompts, label_indices
+from gradfix.tasks.loading import first_line
+from gradfix.tasks.reading import AnswerBound, AnswerTask, masked_mean, pad, refuse_foreign_tokens
 
 WRONG = -1
 
 
-class CausalBound(Bound):
+class CausalBound(AnswerBound):
     """A language model with its template. Token tensors are (batch, choices, length): one choice per label,
     or the answer alone where there is no label set."""
 
-    model: Any
-
-    def __init__(
-        self, model: Any, tokenizer: Any, labels: Mapping[str, str], loss: str, scoring: str, max_length: int
-    ) -> None:
-        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
-        self.labels, self.texts = list(labels), list(labels.values())
-        self.reduction, self.scoring = loss, scoring
-        self._index = {label: index for index, label in enumerate(self.labels)}
+    def __init__(self, model: Any, tokenizer: Any, *more: Any) -> None:
+        super().__init__(model, tokenizer, *more)
         self._closing = _closing_tokens(tokenizer)
-        freeze_all_but(model, self.trainable())
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         device = next(self.model.parameters()).device

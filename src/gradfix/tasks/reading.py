@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from gradfix.data.rows import where
 from gradfix.errors import CorruptInput, DataError, UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Bound, Example, Prompts, Task
-from gradfix.tasks.loading import load_pretrained, load_tokenizer, locate, quiet_transformers
+from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate, quiet_transformers
 
 LONGEST = 512  # tokens, where neither the user nor the model says otherwise
 LOSSES = ("mean", "sum")
@@ -86,11 +86,26 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> T
     return torch.tensor(rows, dtype=torch.long)
 
 
+class AnswerBound(Bound):
+    """A generating model, its tokenizer and the texts of its labels."""
+
+    model: Any
+
+    def __init__(
+        self, model: Any, tokenizer: Any, labels: Mapping[str, str], loss: str, scoring: str, max_length: int
+    ) -> None:
+        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
+        self.labels, self.texts = list(labels), list(labels.values())
+        self.reduction, self.scoring = loss, scoring
+        self._index = {label: index for index, label in enumerate(self.labels)}
+        freeze_all_but(model, self.trainable())
+
+
 class AnswerTask(Task):
     """A generating model and the texts of its labels; subclasses name the loader and what it is bound to."""
 
     loader: ClassVar[str]
-    bound: ClassVar[Callable[..., Bound]]
+    bound: ClassVar[type[AnswerBound]]
     scorings: ClassVar[tuple[str, ...]]
 
     def __init__(
