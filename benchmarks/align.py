@@ -17,7 +17,9 @@ import scipy
 import torch
 from torch import Tensor
 
-from gradfix.align import ALIGNERS, Alignment, align, random_alignment
+from gradfix.align import ALIGNERS, Alignment, align
+from gradfix.align.layout import layout_of
+from gradfix.checkpoints.open import open_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "align.json"
 SHAPES = {
@@ -56,6 +58,18 @@ def bert_weights(shape: dict[str, int], seed: int) -> dict[str, Tensor]:
     return {name: 0.02 * torch.randn(axes, generator=generator) for name, axes in tensors.items()}
 
 
+def planted_alignment(base: dict[str, Tensor], heads: int, keep_heads: bool) -> Alignment:
+    """A random symmetry of the base, to be found again."""
+    layout = layout_of(open_checkpoint(base), heads=heads)
+    generator = torch.Generator().manual_seed(1)
+    groups = {}
+    for name, shape in layout.stacks({name: tuple(tensor.shape) for name, tensor in base.items()}).items():
+        keys = torch.rand(shape, generator=generator)
+        still = keep_heads and name.endswith((".heads", ".queries"))
+        groups[name] = torch.arange(shape[1]).repeat(shape[0], 1) if still else keys.argsort(dim=1)
+    return Alignment(layout, groups, "random")
+
+
 def right_share(found: Alignment, planted: Alignment) -> float:
     same = sum(int((found.groups[name] == stack).sum()) for name, stack in planted.groups.items())
     return same / sum(stack.numel() for stack in planted.groups.values())
@@ -66,7 +80,7 @@ def measure(shape: str) -> list[dict[str, object]]:
     base = bert_weights(options, seed=0)
     rows: list[dict[str, object]] = []
     for method in ALIGNERS:
-        planted = random_alignment(base, heads=options["heads"], keep_heads=method == "rebasin", seed=1)
+        planted = planted_alignment(base, options["heads"], keep_heads=method == "rebasin")
         generator = torch.Generator().manual_seed(2)
         copy = planted.apply(base)
         copy = {name: t + 0.002 * torch.randn(t.shape, generator=generator) for name, t in copy.items()}

@@ -13,21 +13,21 @@ from torch import nn
 
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.comparison import compare
-from gradfix.methods.trial import restored
 from gradfix.tasks.base import Bound
 from gradfix.training.best import Best, best, remembered
 from gradfix.training.distil import (
     Lesson,
-    Recipe,
+    Teaching,
     answers,
     distil,
     divergence,
     join,
+    teacher_of,
     typical_size,
     unbiased_divergence,
 )
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.teacher import teacher_of
+from gradfix.training.steps import restored
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
@@ -103,7 +103,7 @@ def test_no_examples_is_an_error(pair: dict[str, Any]) -> None:
 
 
 def test_the_bill_counts_every_sample(pair: dict[str, Any]) -> None:
-    recipe = Recipe(steps=5, pool=50, probes=8)
+    recipe = Teaching(steps=5, pool=50, probes=8)
     found = of(pair, recipe=recipe)
     passes = 5 * (6 + 40)
     assert found.work.backward == passes
@@ -157,7 +157,7 @@ def test_without_a_lesson_it_is_plain_fine_tuning(pair: dict[str, Any]) -> None:
     bound = NumbersBound(trained(pair["target"].model, rows(6, 1, 0.7), 0, 0.01))
     labelled = bound.collate(rows(6, 40, 0.7))
     start = float(bound.loss(bound.model, labelled).detach().mean())
-    distil(bound, labelled, Lesson({}, torch.empty(0)), 0.01, Recipe(), seed=0)
+    distil(bound, labelled, Lesson({}, torch.empty(0)), 0.01, Teaching(), seed=0)
     assert float(bound.loss(bound.model, labelled).detach().mean()) < start
 
 
@@ -246,7 +246,7 @@ def test_two_tokenizers_are_asked_about_the_same_texts() -> None:
     target, teacher = Words(1), Words(300)
     tau = TaskVector({"weight": torch.full((600, len(LABELS)), 0.1)})
     examples = [{"text": f"some words {n} more of them", "label": LABELS[n % 2]} for n in range(4)]
-    best(target, tau, examples, teacher=teacher, recipe=Recipe(steps=2, pool=30, probes=8))
+    best(target, tau, examples, teacher=teacher, recipe=Teaching(steps=2, pool=30, probes=8))
     assert len(target.read[-1]) == 30
     assert target.read[-1] == teacher.read[-1]
 

@@ -12,7 +12,8 @@ from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.tasks import TASKS, Bound
 from gradfix.tasks.scoring import evaluate
 from gradfix.training import finetuning
-from gradfix.training.finetuning import SCHEDULES, Recipe, finetune, one_step, tuned_few_shot
+from gradfix.training.finetuning import Recipe, finetune, tune
+from gradfix.training.steps import SCHEDULES, change, restored
 from tiny import TEXT_LABELS, save_tiny, toy_texts
 
 ROWS = toy_texts(24)
@@ -214,7 +215,9 @@ def test_micro_batches_change_nothing_but_memory(folder: Path) -> None:
 def test_one_step_is_one_adamw_step(folder: Path) -> None:
     bound = opened(folder, torch.float64)
     before = weights(bound)
-    update = one_step(bound, ROWS, lr=1e-5)
+    with restored(bound.model) as old:
+        finetune(bound, ROWS, steps=1, lr=1e-5, weight_decay=0, warmup=0, schedule="constant", micro_batch=16)
+        update = change(bound.model, old)
     assert same(before, weights(bound))
     reference = opened(folder, torch.float64)
     trained = [p for p in reference.model.parameters() if p.requires_grad]
@@ -226,18 +229,28 @@ def test_one_step_is_one_adamw_step(folder: Path) -> None:
             torch.testing.assert_close(before[name] + update[name], value, rtol=0, atol=1e-9)
 
 
-def test_tuned_few_shot_takes_the_best_and_may_take_nothing(folder: Path) -> None:
+def test_few_shot_steps_are_adamw_steps_and_every_stop_is_on_one_path(folder: Path) -> None:
+    bound, alone, reference = (opened(folder, torch.float64) for _ in range(3))
+    path = {}
+    for steps, work in tune(bound, ROWS, rate=1e-3, stops=[1, 3], batch=len(ROWS), seed=0):
+        path[steps] = weights(bound)
+        assert (work.steps, work.forward, work.backward) == (steps, steps * len(ROWS), steps * len(ROWS))
+    for _ in tune(alone, ROWS, rate=1e-3, stops=[3], batch=len(ROWS), seed=0):
+        assert same(path[3], weights(alone))
+    optimizer = torch.optim.AdamW([p for p in reference.model.parameters() if p.requires_grad], 1e-3)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    reference.loss(reference.model, reference.collate(ROWS)).mean().backward()
+    optimizer.step()
+    for name, value in weights(reference).items():
+        if not name.endswith("key.bias"):
+            torch.testing.assert_close(path[1][name], value, rtol=0, atol=1e-9)
+
+
+def test_few_shot_steps_that_diverge_are_refused_by_number(folder: Path) -> None:
     bound = opened(folder)
-    before = weights(bound)
-    held = list(bound.batches(toy_texts(20, seed=3)))
-
-    def score(model: torch.nn.Module) -> float:
-        return -evaluate(model, bound, held)["loss"]
-
-    update = tuned_few_shot(bound, ROWS, score, lrs=[1e-3], steps=[2, 6])
-    assert same(before, weights(bound)) and update.norm() > 0
-    calls = iter(range(100, 0, -1))
-    assert tuned_few_shot(bound, ROWS, lambda _: next(calls), lrs=[1e-3], steps=[2]).norm() == 0
+    bound.model.embeddings.word_embeddings.weight.data.fill_(float("nan"))
+    with pytest.raises(DataError, match="rate 0.001 diverged in step 1"):
+        list(tune(bound, ROWS, rate=1e-3, stops=[2], batch=8, seed=0))
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))

@@ -25,6 +25,7 @@ _HOMES = {
     "TaskVector": "gradfix.vectors.taskvector",
     "Transported": "gradfix.vectors.transported",
     "apply": "gradfix.vectors.transported",
+    "best": "gradfix.training.best",
     "collect_gradient": "gradfix.votes.collect",
     "collect_votes": "gradfix.votes.collect",
     "compare": "gradfix.methods.comparison",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from gradfix.stream.checkpoint import transport_checkpoint as transport_checkpoint
     from gradfix.tasks.base import TASKS as TASKS
     from gradfix.tasks.scoring import evaluate as evaluate
+    from gradfix.training.best import best as best
     from gradfix.training.finetuning import finetune as finetune
     from gradfix.vectors.masks import MASKS as MASKS
     from gradfix.vectors.scale import ScaleCurve as ScaleCurve

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from gradfix import TaskVector
-from gradfix.align import ALIGNERS, align, random_alignment
+from gradfix.align import ALIGNERS, align
 from gradfix.align.families import FAMILIES
 from gradfix.align.layout import build_layout, detect_family
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from tests.align.models import MAKERS, make
+from tests.align.symmetry import random_alignment
 
 EXPECTED = {
     "vit_backbone": "vit", "clip_vision": "clip", "clip_vision_tower": "vision_tower",

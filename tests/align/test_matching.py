@@ -9,15 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradfix.align import random_alignment
-from gradfix.align.aligners import layout_of
-from gradfix.align.check import random_alignment as draw
-from gradfix.align.head_counts import config_of
-from gradfix.align.heads import pair_heads, spectra
-from gradfix.align.matching import Matching, best_pairing
-from gradfix.align.spec import Part
+from gradfix.align.layout import config_of, layout_of
+from gradfix.align.matching import Matching, best_pairing, pair_heads, spectra
+from gradfix.align.spec import AxisPart
 from gradfix.checkpoints.open import open_checkpoint
 from tests.align.models import MAKERS, make
+from tests.align.symmetry import random_alignment
 
 
 def matching_of(name, whole_numbers=False):
@@ -80,7 +77,7 @@ def test_part_index_equals_nested_loops(size, seed):
         "q": torch.rand(copies, queries, generator=generator).argsort(1),
         "i": torch.rand(copies, inner, generator=generator).argsort(1),
     }
-    index = Part(size, "o", "q", "i").index(groups)
+    index = AxisPart(size, "o", "q", "i").index(groups)
     position = 0
     for g in range(copies):
         for r in range(queries):
@@ -103,7 +100,7 @@ def test_best_pairing_beats_every_permutation(seed):
 def test_spectra_are_singular_values_and_ignore_permutations(name):
     matching = matching_of(name)
     model, _ = make(name)
-    shuffled = draw(model, keep_heads=True, seed=3).apply(matching.base)
+    shuffled = random_alignment(model, keep_heads=True, seed=3).apply(matching.base)
     seen = 0
     for block in matching.blocks:
         for axis, part in enumerate(block.parts):

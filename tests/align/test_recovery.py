@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from gradfix import TaskVector
-from gradfix.align import ALIGNERS, align, random_alignment
-from gradfix.align.head_counts import config_of
+from gradfix.align import ALIGNERS, align
+from gradfix.align.layout import config_of
 from gradfix.checkpoints.open import open_checkpoint
 from tests.align.models import MAKERS, hf, make
+from tests.align.symmetry import random_alignment
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

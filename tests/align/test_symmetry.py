@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from gradfix.align import random_alignment, same_function_error
 from tests.align.models import MAKERS, make
+from tests.align.symmetry import random_alignment, same_function_error
 
 
 def in_float32(inputs):

@@ -1,20 +1,23 @@
-"""The result of aligning A to B: one permutation per group, and how to move weights with it.
+"""Align base A to target B, so that A's task vector lands on the units of B it was trained for.
 
 Everything that lives on A's axes can be moved: A itself, its fine-tune, a task vector. Permuted A
 computes the same function as A, so a task vector moved along still belongs to it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from gradfix.align.layout import Layout
-from gradfix.align.spec import Part
+from gradfix.align.layout import AxisMap, LayoutOptions, config_of, layout_of
+from gradfix.align.matching import Matching, pair_heads
+from gradfix.align.spec import AxisPart
+from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.errors import IncompatibleCheckpoints
+from gradfix.registry import Registry
 from gradfix.vectors.taskvector import TaskVector
 
 Weights = TypeVar("Weights", bound=Mapping[str, Tensor])
@@ -27,7 +30,7 @@ class Alignment:
     `groups` holds stacks of permutations, (copies, size): new position i reads old position p[i].
     `unmatched` are tensors only A has: they are permuted, but had no say."""
 
-    layout: Layout
+    layout: AxisMap
     groups: Mapping[str, Tensor]
     method: str
     sweeps: int = 0
@@ -62,19 +65,6 @@ class Alignment:
         same = sum(int((stack == torch.arange(stack.shape[1])).sum()) for stack in chosen)
         return same / max(sum(stack.numel() for stack in chosen), 1)
 
-    def summary(self) -> dict[str, Any]:
-        """What a manifest should keep."""
-        return {
-            "method": self.method,
-            "family": self.layout.family.name,
-            "residual": self.layout.residual,
-            "sweeps": self.sweeps,
-            "cosine_before": self.cosine_before,
-            "cosine_after": self.cosine_after,
-            "identity_share": self.identity_share(),
-            "unmatched": list(self.unmatched),
-        }
-
     def report(self) -> str:
         """The alignment in words, one line per kind of group."""
         lines = [
@@ -93,7 +83,7 @@ class Alignment:
             lines.append(f"  only in the base, permuted but not matched: {', '.join(self.unmatched[:8])}")
         return "\n".join(lines)
 
-    def _index(self, name: str, parts: tuple[Part, ...]) -> Tensor:
+    def _index(self, name: str, parts: tuple[AxisPart, ...]) -> Tensor:
         pieces, start = [], 0
         for part in parts:
             for group, stack in part.stacks().items():
@@ -105,3 +95,75 @@ class Alignment:
             pieces.append(part.index(self.groups) + start)
             start += part.length
         return torch.cat(pieces)
+
+
+# An aligner sets the permutations of a matching and returns the number of sweeps it took.
+Aligner = Callable[[Matching, int], int]
+ALIGNERS: Registry[Aligner] = Registry("aligner")
+
+
+@ALIGNERS.register("transfusion")
+def transfusion(matching: Matching, seed: int) -> int:
+    """Pair heads by their spectra, then everything else by weight matching."""
+    pair_heads(matching)
+    matching.start()
+    return matching.sweep(seed)
+
+
+@ALIGNERS.register("rebasin")
+def weight_matching(matching: Matching, seed: int) -> int:
+    """Git Re-Basin: weight matching alone; heads keep their order."""
+    matching.start()
+    return matching.sweep(seed)
+
+
+def align(
+    base: Source | Checkpoint,
+    target: Source | Checkpoint,
+    *,
+    method: str = "transfusion",
+    seed: int = 0,
+    **options: Unpack[LayoutOptions],
+) -> Alignment:
+    """Find the permutations of `base` that bring it nearest to `target`.
+
+    Each side is a path, a state dict or an nn.Module, both with the same kind of names. Options: `family`, else
+    it is found from the tensor names; `heads` and `kv_heads` (a number, or {"vision": 12, "text": 8}) or `config`,
+    else the counts come from the model or from the folder's config.json;
+    residual="per-junction" gives every point of the residual stream its own permutation, as the
+    original TransFusion does; the permuted model is then no longer the same function."""
+    aligner = ALIGNERS[method]
+    ours, theirs = open_checkpoint(base), open_checkpoint(target)
+    options["config"] = options.get("config") or config_of(ours) or config_of(theirs)
+    layout = layout_of(ours, **options)
+    shared = _shared_names(ours, theirs)
+    matching = Matching(layout, ours.state(), {name: theirs.read(name) for name in shared})
+    before = matching.cosine()
+    sweeps = aligner(matching, seed)
+    return Alignment(
+        layout,
+        matching.groups,
+        method,
+        sweeps,
+        before,
+        matching.cosine(),
+        tuple(name for name in ours.names() if name not in set(shared)),
+    )
+
+
+def _shared_names(base: Checkpoint, target: Checkpoint) -> list[str]:
+    present = set(target.names())
+    shared = [name for name in base.names() if name in present]
+    if not shared:
+        raise IncompatibleCheckpoints(
+            f"{base} and {target} share no tensor name, first {base.names()[0]!r}. "
+            "Give both as folders, or both as models: names on disk differ from names in the module."
+        )
+    for name in shared:
+        ours, theirs = list(base.info(name).shape), list(target.info(name).shape)
+        if ours != theirs:
+            raise IncompatibleCheckpoints(
+                f"{name!r} is {ours} in the base and {theirs} in the target; alignment needs equal shapes. "
+                "Match a resized vocabulary by token first."
+            )
+    return shared

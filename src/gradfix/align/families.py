@@ -6,12 +6,6 @@ from __future__ import annotations
 
 from gradfix.align.spec import Fallback, Family, Tower
 
-HIDDEN = {
-    "last_hidden_state": ("residual",),
-    "encoder_last_hidden_state": ("residual",),
-    "pooler_output": ("pooler",),
-}
-
 VIT = Family(
     "vit",
     (
@@ -35,7 +29,6 @@ VIT = Family(
             prefix="(vit.)?",
         ),
     ),
-    outputs=HIDDEN,
 )
 
 TIMM_VIT = Family(
@@ -104,7 +97,6 @@ BERT = Family(
         ),
     ),
     fallback=Fallback("pooler", unless="pooler.dense.weight", instead="residual@end"),
-    outputs=HIDDEN,
 )
 
 T5_ENCODER = """
@@ -160,7 +152,6 @@ T5 = Family(
         ),
         Tower("tensor  lm_head.weight   - residual@decoder.end"),
     ),
-    outputs=HIDDEN,
 )
 
 LLAMA = Family(
@@ -190,7 +181,6 @@ LLAMA = Family(
         ),
     ),
     rope=True,
-    outputs=HIDDEN,
 )
 
 GPT2 = Family(
@@ -212,7 +202,6 @@ GPT2 = Family(
             prefix="(transformer.)?",
         ),
     ),
-    outputs=HIDDEN,
 )
 
 CLIP_LAYERS = """
@@ -260,12 +249,6 @@ CLIP = Family(
         ),
         Tower("tensor  logit_scale   *"),
     ),
-    outputs={
-        "image_embeds": ("embedding",),
-        "text_embeds": ("embedding",),
-        "last_hidden_state": ("vision.residual", "text.residual"),
-        "pooler_output": ("vision.residual", "text.residual"),
-    },
 )
 
 SIGLIP_TEXT = CLIP_TEXT + "linear  head   embedding residual@end"
@@ -289,17 +272,10 @@ SIGLIP = Family(
         Tower(SIGLIP_VISION, name="vision", prefix="vision_model.", stream="vision.residual"),
         Tower("tensor  (logit_scale|logit_bias)   *"),
     ),
-    outputs={
-        "image_embeds": ("embedding",),
-        "text_embeds": ("embedding",),
-        "pooler_output": ("embedding",),
-        "last_hidden_state": ("vision.residual", "text.residual"),
-    },
 )
 # One tower saved on its own has no prefix, so its names do not say which tower it is; their set does.
-ALONE = {"last_hidden_state": ("residual",), "pooler_output": ("embedding", "residual")}
-VISION_TOWER = Family("vision_tower", (Tower(SIGLIP_VISION),), outputs=ALONE)
-TEXT_TOWER = Family("text_tower", (Tower(SIGLIP_TEXT),), outputs=ALONE)
+VISION_TOWER = Family("vision_tower", (Tower(SIGLIP_VISION),))
+TEXT_TOWER = Family("text_tower", (Tower(SIGLIP_TEXT),))
 
 OPEN_CLIP_LAYERS = """
     linear  transformer.resblocks.{i}.ln_1                 residual@a
@@ -345,7 +321,6 @@ OPEN_CLIP = Family(
         ),
         Tower("tensor  (logit_scale|logit_bias)   *"),
     ),
-    outputs=dict.fromkeys(("0", "1", "image_features", "text_features"), ("embedding",)),
 )
 
 FAMILIES = {

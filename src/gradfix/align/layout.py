@@ -1,27 +1,46 @@
 """A family's spec bound to one checkpoint: its head counts, its depth, every group and its size.
 
 It says for each tensor name which permutation moves which axis, and refuses what the spec does not
-cover: a tensor left as it is while its neighbours move would break the model in silence."""
+cover: a tensor left as it is while its neighbours move would break the model in silence. Names and shapes
+do not tell how many attention heads there are, and a wrong guess permutes across heads, so the caller, the
+config or the model object says it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+
+from torch import nn
 
 from gradfix.align.families import FAMILIES
-from gradfix.align.head_counts import TOWER_KEYS, HeadCounts, heads_in_config, per_tower
-from gradfix.align.spec import Family, Part, Tower
-from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.align.spec import AxisPart, Family, Tower
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.registry import unknown
 
 Residual = Literal["shared", "per-junction"]
 Shapes = Mapping[str, tuple[int, ...]]
-Axes = tuple[tuple[Part, ...], ...]
+Axes = tuple[tuple[AxisPart, ...], ...]
 POINTS = "abcd"
+HeadCounts = int | Mapping[str, int]
+HEAD_KEYS = ("num_attention_heads", "num_heads", "n_head", "heads")
+TOWER_KEYS = {"vision": ("vision_config", "vision_cfg"), "text": ("text_config", "text_cfg")}
 
 
-class Place(NamedTuple):
+class LayoutOptions(TypedDict, total=False):
+    """What names and shapes may not tell: the family, and head counts (a number, or {"vision": 12, "text": 8})."""
+
+    family: str | None
+    heads: HeadCounts | None
+    kv_heads: HeadCounts | None
+    config: Mapping[str, Any] | None
+    residual: Residual
+
+
+class TensorPlace(NamedTuple):
     """Where a tensor stands: its tower and, inside the stack, its layer."""
 
     name: str
@@ -36,7 +55,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class AxisMap:
     """Which permutation moves which axis of which tensor."""
 
     family: Family
@@ -61,7 +80,7 @@ class Layout:
             raise IncompatibleCheckpoints(
                 f"{name!r} has {len(shape)} axes, but a {self.family.name} model has {len(words)} there."
             )
-        place = Place(name, row.tower, layer)
+        place = TensorPlace(name, row.tower, layer)
         return tuple(self._axis(place, word, size) for word, size in zip(words, shape, strict=True))
 
     def stacks(self, shapes: Shapes) -> dict[str, tuple[int, int]]:
@@ -77,12 +96,12 @@ class Layout:
                         )
         return stacks
 
-    def _axis(self, place: Place, word: str, size: int) -> tuple[Part, ...]:
+    def _axis(self, place: TensorPlace, word: str, size: int) -> tuple[AxisPart, ...]:
         word, _, label = self.replaced.get(word, word).partition(":")
         if word == "-":
-            return (Part((1, 1, size)),)
+            return (AxisPart((1, 1, size)),)
         if word.startswith("residual@"):
-            return (Part((1, 1, size), inner=self._stream(place, word.removeprefix("residual@"))),)
+            return (AxisPart((1, 1, size), inner=self._stream(place, word.removeprefix("residual@"))),)
         if word == "qkv":
             third, rest = divmod(size, 3)
             if rest:
@@ -94,9 +113,9 @@ class Layout:
             return (self._heads(place, word, size, label),)
         if word in ("q_norm", "k_norm"):
             return (self._norm(place, word[0], size),)
-        return (Part((1, 1, size), inner=place.group(word)),)
+        return (AxisPart((1, 1, size), inner=place.group(word)),)
 
-    def _stream(self, place: Place, point: str) -> str:
+    def _stream(self, place: TensorPlace, point: str) -> str:
         if self.residual == "shared":
             return place.tower.stream
         other, _, point = point.rpartition(".")
@@ -109,7 +128,7 @@ class Layout:
             number = tower.parts_per_layer * (place.layer or 0) + POINTS.index(point)
         return f"{tower.stream}@{number}" if number == 0 else f"{tower.label}residual@{number}"
 
-    def _heads(self, place: Place, kind: str, size: int, label: str) -> Part:
+    def _heads(self, place: TensorPlace, kind: str, size: int, label: str) -> AxisPart:
         heads, groups = self._head_counts(place.tower)
         queries = 1 if kind in ("k", "v") else heads // groups
         inner, rest = divmod(size, groups * queries)
@@ -121,21 +140,21 @@ class Layout:
         scope = place.group(label)
         order = place.tower.name if place.tower.tied_heads and not label else scope
         inside = {"q": "" if self.family.rope else f"{scope}.qk", "v": f"{scope}.vo", "order": ""}
-        return Part(
+        return AxisPart(
             (groups, queries, inner),
             order=f"{order}.heads",
             queries=f"{order}.queries" if queries > 1 else "",
             inner=inside[{"k": "q", "o": "v"}.get(kind, kind)],
         )
 
-    def _norm(self, place: Place, kind: str, size: int) -> Part:
+    def _norm(self, place: TensorPlace, kind: str, size: int) -> AxisPart:
         """A norm as wide as all heads has its own weights for each, which must move with it."""
         heads, groups = self._head_counts(place.tower)
         entries = self.attention.get(place.group(kind), 0)
         if size == entries:
             return self._heads(place, kind, size, label="")
         if size * (heads if kind == "q" else groups) == entries:
-            return Part((1, 1, size))
+            return AxisPart((1, 1, size))
         raise IncompatibleCheckpoints(
             f"{place.name!r} has {size} entries, which is neither one head nor all heads of its "
             f"attention ({entries} entries). Check heads= and kv_heads=, or transport without alignment."
@@ -163,7 +182,7 @@ def build_layout(
     kv_heads: HeadCounts | None = None,
     config: Mapping[str, Any] | None = None,
     residual: Residual = "shared",
-) -> Layout:
+) -> AxisMap:
     """Bind the family (found by its tensor names unless given) to the tensors of one checkpoint."""
     if residual not in ("shared", "per-junction"):
         raise UsageError(f"no residual mode called {residual!r}; there are: shared, per-junction.")
@@ -181,14 +200,14 @@ def build_layout(
         if row.axes[-1] == "order":
             tables[tower] = shape[-1]
         if row.axes[0] in ("q", "k"):
-            attention[Place(name, row.tower, layer).group(row.axes[0])] = shape[0]
+            attention[TensorPlace(name, row.tower, layer).group(row.axes[0])] = shape[0]
     given, given_kv = heads_in_config(config or {})
     towers = {tower.name for tower in chosen.towers}
     fallback = chosen.fallback
     replaced = {}
     if fallback and not any(name.endswith(fallback.unless) for name in names):
         replaced = {fallback.group: fallback.instead}
-    return Layout(
+    return AxisMap(
         chosen,
         per_tower(towers, heads, given) or tables,
         per_tower(towers, kv_heads, given_kv),
@@ -197,6 +216,12 @@ def build_layout(
         replaced,
         attention,
     )
+
+
+def layout_of(checkpoint: Checkpoint, **options: Unpack[LayoutOptions]) -> AxisMap:
+    """The spec of a checkpoint; head counts come from its own config unless given."""
+    options["config"] = options.get("config") or config_of(checkpoint)
+    return build_layout({name: tuple(checkpoint.info(name).shape) for name in checkpoint.names()}, **options)
 
 
 def detect_family(names: list[str]) -> Family:
@@ -220,3 +245,76 @@ def _not_covered(family: Family, odd: list[str]) -> IncompatibleCheckpoints:
         f"no permutation spec covers these tensors (nearest family: {family.name}): {shown}. "
         f"Families: {', '.join(FAMILIES)}. Transport without alignment, or leave these tensors out."
     )
+
+
+def per_tower(towers: set[str], given: HeadCounts | None, found: Mapping[str, int]) -> dict[str, int]:
+    """Head counts of every tower: as given by the caller, else as found in the config."""
+    if isinstance(given, int):
+        return dict.fromkeys(towers, given)
+    if given is not None:
+        if wrong := sorted(set(given) - towers):
+            raise UsageError(unknown("tower", wrong[0], sorted(filter(None, towers))))
+        return dict(given)
+    if set(found) == {""}:
+        return dict.fromkeys(towers, found[""])
+    return dict(found)
+
+
+def heads_in_config(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    """Query heads and key/value heads per tower ("" where there is one), from a model's config."""
+    config = config.get("model_cfg", config)
+    heads: dict[str, int] = {}
+    kv_heads: dict[str, int] = {}
+    for tower, keys in {"": (), **TOWER_KEYS}.items():
+        part = (
+            next((config[key] for key in keys if isinstance(config.get(key), Mapping)), {})
+            if tower
+            else config
+        )
+        count = next((part[key] for key in HEAD_KEYS if part.get(key)), None)
+        if not count and "width" in part and "layers" in part:
+            count = part["width"] // part.get("head_width", 64)  # an open_clip vision tower
+        if count:
+            heads[tower] = int(count)
+        if part.get("num_key_value_heads"):
+            kv_heads[tower] = int(part["num_key_value_heads"])
+    if len(heads) > 1:
+        heads.pop("", None)
+    return heads, kv_heads
+
+
+def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is known about the model behind a checkpoint: its own config, or its folder's config.json."""
+    module = getattr(checkpoint, "module", None)
+    if isinstance(module, nn.Module):
+        return _module_config(module)
+    if checkpoint.path is None:
+        return {}
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    for file in ("config.json", "open_clip_config.json"):
+        if (folder / file).is_file():
+            config = _read_json(folder / file)
+            if any(heads_in_config(config)):
+                return config
+    return {}
+
+
+def _module_config(module: nn.Module) -> dict[str, Any]:
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "to_dict"):
+        return dict(config.to_dict())
+    towers: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if isinstance(count := getattr(part, "num_heads", None), int):
+            towers["vision_config" if name.startswith("visual.") else "text_config"] = {"num_heads": count}
+    return towers["text_config"] if set(towers) == {"text_config"} else towers
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise CorruptInput(f"{path} is not a JSON object. Restore it, or pass heads= and leave it out.")
+    return config

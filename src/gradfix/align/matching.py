@@ -2,7 +2,10 @@
 
 One group at a time: with every other axis already permuted, S = sum of W_B W_A^T over the tensors
 that carry the group says what each pairing is worth, and the Hungarian method picks the best.
-The overlap only grows, so the result is a local optimum; which one depends on where it starts."""
+The overlap only grows, so the result is a local optimum; which one depends on where it starts.
+
+Heads can be paired before anything else is known, by what no other permutation can change: the singular
+values of their blocks (TransFusion)."""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradfix.align.layout import Layout
-from gradfix.align.spec import Part
+from gradfix.align.layout import AxisMap
+from gradfix.align.spec import AxisPart
 
 Weights = Mapping[str, Tensor]
 # A gain below this share of the overlap is rounding, not a better pairing.
@@ -29,7 +33,7 @@ class Block:
 
     name: str
     starts: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[AxisPart, ...]
 
     def cut(self, weights: Weights) -> Tensor:
         tensor = weights[self.name]
@@ -49,7 +53,7 @@ class Block:
 class Matching:
     """The pairing problem of two weight sets: blocks, the current permutations, and what they are worth."""
 
-    def __init__(self, layout: Layout, base: Weights, target: Weights) -> None:
+    def __init__(self, layout: AxisMap, base: Weights, target: Weights) -> None:
         self.base, self.target = base, target
         shapes = {name: tuple(tensor.shape) for name, tensor in base.items()}
         self.stacks = layout.stacks(shapes)
@@ -172,7 +176,7 @@ class Matching:
         return near if any(block.count(group) > 1 for block, _ in self.uses[group]) else near - {group}
 
 
-def blocks_of(layout: Layout, name: str, shape: tuple[int, ...]) -> Iterable[Block]:
+def blocks_of(layout: AxisMap, name: str, shape: tuple[int, ...]) -> Iterable[Block]:
     """The blocks of one tensor; none if no axis is permuted (it says nothing about the pairing)."""
     runs = []
     for axis in layout.axes(name, shape):
@@ -184,7 +188,7 @@ def blocks_of(layout: Layout, name: str, shape: tuple[int, ...]) -> Iterable[Blo
             yield block
 
 
-def units(tensor: Tensor, axis: int, part: Part) -> Tensor:
+def units(tensor: Tensor, axis: int, part: AxisPart) -> Tensor:
     """The block as (copies, size, everything else): one row per unit that the inner group moves."""
     groups, queries, inner = part.size
     rows = tensor.movedim(axis, 0)
@@ -200,3 +204,65 @@ def best_pairing(gain: Tensor) -> Tensor:
 
 def identity(copies: int, size: int) -> Tensor:
     return torch.arange(size).repeat(copies, 1)
+
+
+def pair_heads(matching: Matching) -> None:
+    """Set the order of heads (key/value groups, then the queries inside each) of every attention.
+
+    Where several layers share one head order (a common bias table), their costs add up."""
+    costs: dict[str, Tensor] = {}
+    queries: dict[str, str] = {}
+    for block in matching.blocks:
+        for axis, part in enumerate(block.parts):
+            if not part.order or len(block.parts) < 2:
+                continue
+            ours, theirs = (spectra(block, axis, weights) for weights in (matching.target, matching.base))
+            cost = torch.cdist(ours.flatten(0, 1), theirs.flatten(0, 1)).square()
+            groups, count, _ = part.size
+            cost = cost.reshape(groups, count, groups, count).permute(0, 2, 1, 3)
+            _add_cost(costs, part.order, cost)
+            if part.queries:
+                queries[part.order] = part.queries
+    for order, cost in costs.items():
+        pairing, inside = _pair_groups(cost)
+        matching.groups[order] = pairing[None]
+        if order in queries:
+            matching.groups[queries[order]] = inside
+
+
+def spectra(block: Block, axis: int, weights: Weights) -> Tensor:
+    """Singular values of every head's block, (groups, queries, values), in float64.
+
+    They come from the eigenvalues of the small Gram matrix: batched, and much faster than an SVD."""
+    part = block.parts[axis]
+    heads = block.cut(weights).double().movedim(axis, 0).reshape(*part.size, -1)
+    if part.size[2] == 1 and not any(other.names for other in block.parts if other is not part):
+        return heads.flatten(2).cpu()  # one column per head and nothing else permuted: compare as it is
+    flat = heads if heads.shape[2] <= heads.shape[3] else heads.transpose(2, 3)
+    return torch.linalg.eigvalsh(flat @ flat.transpose(2, 3)).clamp_min(0).sqrt().cpu()
+
+
+def _add_cost(costs: dict[str, Tensor], order: str, cost: Tensor) -> None:
+    """Sum costs of one order; keys and values have one entry per group, which all its queries share."""
+    have = costs.get(order)
+    if have is None or have.shape == cost.shape:
+        costs[order] = cost if have is None else have + cost
+        return
+    one, many = sorted((have, cost), key=torch.Tensor.numel)
+    costs[order] = many + one / many.shape[2]
+
+
+def _pair_groups(cost: Tensor) -> tuple[Tensor, Tensor]:
+    """Best group order, and for each group the best order of its queries."""
+    groups, _, count, _ = cost.shape
+    inside = np.zeros((groups, groups, count), dtype=np.int64)
+    total = np.zeros((groups, groups))
+    for ours in range(groups):
+        for theirs in range(groups):
+            table = cost[ours, theirs].numpy()
+            rows, columns = linear_sum_assignment(table)
+            inside[ours, theirs] = columns
+            total[ours, theirs] = table[rows, columns].sum()
+    _, order = linear_sum_assignment(total)
+    pairing = torch.as_tensor(order, dtype=torch.long)
+    return pairing, torch.as_tensor(inside[np.arange(groups), order])

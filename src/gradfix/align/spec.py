@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ Groups = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisPart:
     """A run of indices along one axis: key/value groups x queries of a group x inside a head.
 
     Each factor is permuted by the group it names, or not at all. A plain axis is one group of one."""
@@ -77,7 +77,7 @@ class Part:
         return torch.arange(size).expand(copies, size)
 
 
-class Row(NamedTuple):
+class SpecLine(NamedTuple):
     """One line of a table: a tensor name pattern and the words of its axes."""
 
     pattern: re.Pattern[str]
@@ -101,19 +101,19 @@ class Tower:
         return f"{self.name}." if self.name else ""
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[SpecLine, ...]:
         lines = (line.split() for line in self.table.strip().splitlines() if line.strip())
         return tuple(row for kind, name, *axes in lines for row in self._rows(kind, name, tuple(axes)))
 
-    def _rows(self, kind: str, name: str, axes: tuple[str, ...]) -> list[Row]:
+    def _rows(self, kind: str, name: str, axes: tuple[str, ...]) -> list[SpecLine]:
         if kind == "tensor":
             return [self._row(name, axes)]
         bias = axes[-1:] if kind == "conv1d" else axes[:1]
         return [self._row(f"{name}.weight", axes), self._row(f"{name}.bias", bias)]
 
-    def _row(self, name: str, axes: tuple[str, ...]) -> Row:
+    def _row(self, name: str, axes: tuple[str, ...]) -> SpecLine:
         text = (self.prefix + name).replace(".", r"\.").replace("{i}", r"(?P<i>\d+)")
-        return Row(re.compile(text), axes, self)
+        return SpecLine(re.compile(text), axes, self)
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,14 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture: its towers, whether positions rotate q and k, and which outputs move.
-
-    `outputs` names fields of the model's output that come out in permuted order, with the groups
-    (the first that exists) that permute them: the hidden states of a model without a head."""
+    """An architecture: its towers, and whether positions rotate q and k."""
 
     name: str
     towers: tuple[Tower, ...]
     rope: bool = False
     fallback: Fallback | None = None
-    outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def find(self, name: str) -> tuple[Row, int | None] | None:
+    def find(self, name: str) -> tuple[SpecLine, int | None] | None:
         """The line that covers a tensor, and its layer number."""
         for tower in self.towers:
             for row in tower.rows:

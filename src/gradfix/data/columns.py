@@ -11,7 +11,7 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from gradfix.data.rows import INPUTS, Row
 from gradfix.errors import DataError, UsageError
@@ -20,13 +20,22 @@ UNLABELLED = -100
 KINDS = ("text", "image", "messages", "prompt")  # looked for in this order
 
 
+class ColumnNames(TypedDict, total=False):
+    """The fields of `Columns`, as keywords."""
+
+    label_column: str | None
+    text_column: str | Sequence[str] | None
+    image_column: str | None
+    text_template: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """Where the input and the label stand; `None` means the usual name."""
 
-    label: str | None = None
-    text: str | Sequence[str] | None = None
-    image: str | None = None
+    label_column: str | None = None
+    text_column: str | Sequence[str] | None = None
+    image_column: str | None = None
     text_template: str | None = None
 
     def or_else(self, other: Columns) -> Columns:
@@ -36,7 +45,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ColumnPlan:
     """The columns of one table, resolved."""
 
     kind: str
@@ -46,31 +55,31 @@ class Plan:
     may_pair: bool = False  # nobody named a text column: a `text_pair` beside `text` belongs to it
 
 
-def plan(columns: Sequence[str], asked: Columns, where: str, labelled: bool = True) -> Plan:
+def plan_columns(columns: Sequence[str], asked: Columns, where: str, labelled: bool = True) -> ColumnPlan:
     """Decide which columns are used; every missing one is an error that lists what is there."""
     kind, inputs = _inputs(columns, asked, where)
-    pair = inputs == ("text",) and asked.text is None
+    pair = inputs == ("text",) and asked.text_column is None
     if not labelled:
-        return Plan(kind, inputs, None, asked.text_template, pair)
-    label = asked.label or "label"
+        return ColumnPlan(kind, inputs, None, asked.text_template, pair)
+    label = asked.label_column or "label"
     if label not in columns:
         # Instruction data carries its answer in the conversation; only an asked-for label is missed.
-        if asked.label is None and kind in ("messages", "prompt"):
-            return Plan(kind, inputs, None)
+        if asked.label_column is None and kind in ("messages", "prompt"):
+            return ColumnPlan(kind, inputs, None)
         raise DataError(_missing(label, columns, where, "label"))
-    return Plan(kind, inputs, label, asked.text_template, pair)
+    return ColumnPlan(kind, inputs, label, asked.text_template, pair)
 
 
 def _inputs(columns: Sequence[str], asked: Columns, where: str) -> tuple[str, tuple[str, ...]]:
     if asked.text_template is not None:
         return "text", ()
-    if asked.text is not None:
-        names = (asked.text,) if isinstance(asked.text, str) else tuple(asked.text)
+    if asked.text_column is not None:
+        names = (asked.text_column,) if isinstance(asked.text_column, str) else tuple(asked.text_column)
         if not 1 <= len(names) <= 2:
             raise UsageError("a text column is one name or a pair; use a text template to join more.")
         return "text", tuple(_present(name, columns, where, "text") for name in names)
-    if asked.image is not None:
-        return "image", (_present(asked.image, columns, where, "image"),)
+    if asked.image_column is not None:
+        return "image", (_present(asked.image_column, columns, where, "image"),)
     for kind in KINDS:
         if kind in columns:
             return kind, (kind,)
@@ -91,7 +100,7 @@ def _missing(name: str, columns: Sequence[str], where: str, role: str) -> str:
 
 
 def make_row(
-    raw: Mapping[str, Any], where: str, plan: Plan, names: Sequence[str] | None, home: Path | None
+    raw: Mapping[str, Any], where: str, plan: ColumnPlan, names: Sequence[str] | None, home: Path | None
 ) -> Row:
     """Check one row and give its columns the names the tasks use.
 
@@ -114,7 +123,7 @@ def make_row(
     return Row(row, where)
 
 
-def _texts(raw: Mapping[str, Any], plan: Plan, where: str) -> dict[str, str]:
+def _texts(raw: Mapping[str, Any], plan: ColumnPlan, where: str) -> dict[str, str]:
     """The text and, of two columns, its pair; a pair that nobody named may be missing."""
     found = {key: _text(raw.get(name), name, where) for key, name in zip(("text", "text_pair"), plan.inputs)}
     pair = raw.get("text_pair")

@@ -1,7 +1,9 @@
-"""Read tables: .jsonl, .csv, .tsv and .parquet as rows of plain values.
+"""Read tables: .jsonl, .csv, .tsv and .parquet as rows of plain values, and image folders as tables.
 
 Values of text formats stay strings ("NA" and "01" survive). A damaged line is an error that names the file
-and the line; nothing is skipped and nothing is guessed."""
+and the line; nothing is skipped and nothing is guessed. Pictures lie in class/picture.png or
+split/class/picture.png: a folder is a split when it is called like one and all folders with pictures beside it
+are; where only some are, nothing is guessed."""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ from gradfix.errors import DataError
 from gradfix.registry import Registry
 
 LONGEST_FIELD = 1 << 30
+ALIASES = {"val": "validation", "valid": "validation", "dev": "validation", "training": "train"}
+SPLITS = ("train", "validation", "test")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
 @dataclass(frozen=True)
-class Table:
+class RawTable:
     """Rows with their place, and the names behind integer labels where the format knows them."""
 
     rows: list[tuple[dict[str, Any], str]]
@@ -28,11 +33,11 @@ class Table:
 
 
 MAX_ROWS = 20_000_000
-Reader = Callable[[Path], Table]
+Reader = Callable[[Path], RawTable]
 READERS: Registry[Reader] = Registry("data format")
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> RawTable:
     try:
         return READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
@@ -46,7 +51,7 @@ def is_table(path: Path) -> bool:
 
 
 @READERS.register(".jsonl")
-def read_jsonl(path: Path) -> Table:
+def read_jsonl(path: Path) -> RawTable:
     rows = []
     # Split at "\n" only: str.splitlines would also cut at characters that are legal inside a JSON string.
     for number, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), start=1):
@@ -65,7 +70,7 @@ def read_jsonl(path: Path) -> Table:
         if not isinstance(row, dict):
             raise DataError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
         rows.append((row, place))
-    return Table(rows)
+    return RawTable(rows)
 
 
 class _Twice(ValueError):
@@ -81,16 +86,16 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @READERS.register(".csv")
-def read_csv(path: Path) -> Table:
+def read_csv(path: Path) -> RawTable:
     return _read_separated(path, ",")
 
 
 @READERS.register(".tsv")
-def read_tsv(path: Path) -> Table:
+def read_tsv(path: Path) -> RawTable:
     return _read_separated(path, "\t")
 
 
-def _read_separated(path: Path, delimiter: str) -> Table:
+def _read_separated(path: Path, delimiter: str) -> RawTable:
     with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
         lines = _csv_lines(path, csv.reader(file, delimiter=delimiter, strict=True))
         first = next(lines, None)
@@ -108,11 +113,11 @@ def _read_separated(path: Path, delimiter: str) -> Table:
                     f"({', '.join(header)}). Quote fields that hold a {delimiter!r}."
                 )
             rows.append((dict(zip(header, values, strict=True)), f"{path}:{number}"))
-    return Table(rows)
+    return RawTable(rows)
 
 
 @READERS.register(".parquet")
-def read_parquet(path: Path) -> Table:
+def read_parquet(path: Path) -> RawTable:
     import pyarrow
     from pyarrow import parquet
 
@@ -127,7 +132,7 @@ def read_parquet(path: Path) -> Table:
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(f"{path} is not a readable parquet file ({reason}).") from None
-    return Table(
+    return RawTable(
         [(row, f"{path}:row {number}") for number, row in enumerate(rows)],
         _class_names(table.schema.metadata or {}),
     )
@@ -178,3 +183,59 @@ def _line_of(path: Path, offset: int) -> int:
     except UnicodeDecodeError as error:
         offset = error.start
     return data[:offset].count(b"\n") + 1
+
+
+def image_tables(folder: Path) -> dict[str, RawTable]:
+    """The pictures per split; all of them are "train" where the folders are classes."""
+    splits: dict[str, Path] = {}
+    others = []
+    for path in _folders(folder):
+        name = split_called(path.name)
+        if name is None:
+            others.append(path)
+        elif name in splits:
+            raise DataError(
+                f"{folder}: {splits[name].name!r} and {path.name!r} both claim to be one split; keep one of them."
+            )
+        else:
+            splits[name] = path
+    others = [path for path in others if next(_pictures(path), None) is not None]
+    if splits and not others:
+        return {name: _image_table(splits[name]) for name in SPLITS if name in splits}
+    _refuse_mixture(folder, splits, others)
+    table = _image_table(folder)
+    return {"train": table} if table.rows else {}
+
+
+def split_called(name: str) -> str | None:
+    name = ALIASES.get(name.lower(), name.lower())
+    return name if name in SPLITS else None
+
+
+def _refuse_mixture(folder: Path, splits: Mapping[str, Path], others: list[Path]) -> None:
+    """A class may be called "train" (a vehicle, say); then its pictures lie in it, not in folders of classes."""
+    for split in splits.values():
+        if _folders(split) and not any(map(_is_picture, split.iterdir())):
+            raise DataError(
+                f"{folder}: the folder {others[0].name!r} stands beside the split {split.name!r} and is no split. "
+                "Move it away; or, where both are classes, put the pictures directly into them."
+            )
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _is_picture(path: Path) -> bool:
+    return path.suffix.lower() in PICTURES and path.is_file()
+
+
+def _pictures(folder: Path) -> Iterator[Path]:
+    return filter(_is_picture, folder.rglob("*"))
+
+
+def _image_table(folder: Path) -> RawTable:
+    rows: list[tuple[dict[str, Any], str]] = []
+    for home in _folders(folder):
+        rows += [({"image": path, "label": home.name}, str(path)) for path in sorted(_pictures(home))]
+    return RawTable(rows)

@@ -14,11 +14,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from gradfix.data.columns import Columns, make_row, plan
-from gradfix.data.files import READERS, Table, is_table, read_table
-from gradfix.data.pictures import ALIASES, SPLITS, image_tables, split_called
+from gradfix.data.columns import ColumnNames, Columns, make_row, plan_columns
+from gradfix.data.files import (
+    ALIASES,
+    READERS,
+    SPLITS,
+    RawTable,
+    image_tables,
+    is_table,
+    read_table,
+    split_called,
+)
 from gradfix.data.rows import Row, exact_hash
 from gradfix.errors import DataError, GradfixError
 from gradfix.registry import unknown
@@ -26,7 +34,7 @@ from gradfix.registry import unknown
 Prompts = str | Sequence[str]
 
 TASK_FILE = "task.json"
-TASK_KEYS = ("labels", "templates", "label_column", "text_column", "image_column", "text_template")
+TASK_KEYS = ("labels", "templates", *ColumnNames.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Dataset:
 class _Raw:
     """Tables per split, before columns and labels are settled."""
 
-    tables: dict[str, Table]
+    tables: dict[str, RawTable]
     home: Path | None = None
     task: Mapping[str, Any] | None = None
 
@@ -76,31 +84,23 @@ class _Raw:
 def load_data(
     source: str | os.PathLike[str] | Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]],
     *,
-    label_column: str | None = None,
-    text_column: str | Sequence[str] | None = None,
-    image_column: str | None = None,
-    text_template: str | None = None,
     labels: Mapping[str, Prompts] | None = None,
     splits: Sequence[str] | None = None,
     drop_unlabelled: bool = False,
     check_images: bool = True,
+    **columns: Unpack[ColumnNames],
 ) -> Dataset:
     """Read, check and name everything; see the module docstring for the sources.
 
-    `text_template` builds the text from several columns ("{premise} therefore {hypothesis}"). `labels` fixes
-    the label set (name -> prompt or prompts); otherwise task.json does, then the file's own class names, then
-    the values found. `splits` loads only these. `check_images=False` skips decoding every image once."""
+    `label_column`, `text_column` and `image_column` name columns that are not called "label", "text" or "image";
+    `text_template` builds the text from several ("{premise} therefore {hypothesis}"). `labels` fixes the label set
+    (name -> prompt or prompts); otherwise task.json does, then the file's own class names, then the values found.
+    `splits` loads only these. `check_images=False` skips decoding every image once."""
     raw = _read(source, splits)
-    asked = Columns(label=label_column, text=text_column, image=image_column, text_template=text_template)
-    task = raw.task or {}
-    asked = asked.or_else(
-        Columns(
-            label=task.get("label_column"),
-            text=task.get("text_column"),
-            image=task.get("image_column"),
-            text_template=task.get("text_template"),
-        )
-    )
+    declared = {
+        name: value for name, value in (raw.task or {}).items() if name in ColumnNames.__annotations__
+    }
+    asked = Columns(**columns).or_else(Columns(**declared))
     where = _name(source)
     rows, notes = _rows(raw, asked, where, drop_unlabelled)
     settled = _labels(raw, rows, labels, asked, where)
@@ -119,12 +119,12 @@ def load_unlabelled(
 ) -> list[Row]:
     """Inputs alone: a label column may be there or not, nobody reads it. A split called "test" is left out."""
     raw = _read(source, None)
-    asked = Columns(text=text_column, image=image_column, text_template=text_template)
+    asked = Columns(text_column=text_column, image_column=image_column, text_template=text_template)
     where = _name(source)
     out: list[Row] = []
     for split, table in raw.tables.items():
         if table.rows and split != "test":
-            chosen = plan(list(table.rows[0][0]), asked, where, labelled=False)
+            chosen = plan_columns(list(table.rows[0][0]), asked, where, labelled=False)
             out += [make_row(columns, at, chosen, None, raw.home) for columns, at in table.rows]
     if not out:
         raise DataError(f"{where} holds no inputs outside a test split.")
@@ -193,12 +193,12 @@ def _read_folder(folder: Path) -> _Raw:
     return _Raw(tables, None, _read_task(folder))
 
 
-def _joined(paths: Sequence[Path]) -> Table:
+def _joined(paths: Sequence[Path]) -> RawTable:
     shards = [path for path in paths if re.search(r"-\d+-of-\d+\.", path.name)]
     if len(paths) > 1 and len(shards) != len(paths):
         raise DataError(f"{paths[0]} and {paths[1].name} both claim to be one split; keep one of them.")
     tables = [read_table(path) for path in paths]
-    return Table([row for table in tables for row in table.rows], tables[0].class_names)
+    return RawTable([row for table in tables for row in table.rows], tables[0].class_names)
 
 
 def _read_task(folder: Path) -> Mapping[str, Any] | None:
@@ -247,12 +247,12 @@ def _is_prompt(value: Any) -> bool:
     return bool(parts) and all(isinstance(part, str) and part.strip() for part in parts)
 
 
-def _python_tables(source: Any) -> dict[str, Table]:
+def _python_tables(source: Any) -> dict[str, RawTable]:
     parts = source if isinstance(source, Mapping) else {"train": source}
     return {ALIASES.get(str(name), str(name)): _python_table(rows, str(name)) for name, rows in parts.items()}
 
 
-def _python_table(rows: Any, split: str) -> Table:
+def _python_table(rows: Any, split: str) -> RawTable:
     features = getattr(rows, "features", None) or {}
     names = {column: list(f.names) for column, f in features.items() if type(f).__name__ == "ClassLabel"}
     for column, feature in features.items():
@@ -265,7 +265,7 @@ def _python_table(rows: Any, split: str) -> Table:
                 f"{split}[{index}]: an example is a mapping of columns, not {type(row).__name__}."
             )
         out.append((dict(row), row.where if isinstance(row, Row) else f"{split}[{index}]"))
-    return Table(out, names)
+    return RawTable(out, names)
 
 
 def _read_hub(source: str) -> _Raw:
@@ -301,7 +301,7 @@ def _rows(
         place = where if len(raw.tables) == 1 else f"{where} ({split})"
         if not table.rows:
             raise DataError(f"{place} is empty: there are no examples in it.")
-        chosen = plan(list(table.rows[0][0]), asked, place)
+        chosen = plan_columns(list(table.rows[0][0]), asked, place)
         names = table.class_names.get(chosen.label or "")
         rows = [make_row(columns, at, chosen, names, raw.home) for columns, at in table.rows]
         bare = [row for row in rows if chosen.label is not None and row["label"] is None]
@@ -348,7 +348,7 @@ def _labels(
 
 def _refuse_odd_set(found: Sequence[str], count: int, raw: _Raw, asked: Columns, where: str) -> None:
     columns = ", ".join(map(repr, next(iter(raw.tables.values())).rows[0][0]))
-    column = asked.label or "label"
+    column = asked.label_column or "label"
     if len(found) == 1:
         raise DataError(
             f"{where}: every row has the label {found[0]!r}; at least two are needed. Columns: {columns}."

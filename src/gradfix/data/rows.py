@@ -97,7 +97,7 @@ def _opened(value: Any) -> Image:
 
 
 def where(example: Mapping[str, Any], index: int) -> str:
-    return example.where if isinstance(example, Row) else f"example {index}"
+    return getattr(example, "where", None) or f"example {index}"
 
 
 def content_hash(example: Mapping[str, Any]) -> str:
@@ -112,13 +112,17 @@ def content_hash(example: Mapping[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def content_of(example: Mapping[str, Any]) -> str:
+    """The `content_hash`, which a row keeps."""
+    return example.content if isinstance(example, Row) else content_hash(example)
+
+
 def exact_hash(example: Mapping[str, Any]) -> str:
     """sha256 over all of an example that a task may use, letter for letter and with its answer.
 
     Equal hashes mean equal examples; `content_hash` is the one that sees through disguises."""
-    content = example.content if isinstance(example, Row) else content_hash(example)
     words = {name: example.get(name) for name in (*INPUTS, *ANSWERS) if name != "image"}
-    return hashlib.sha256(f"{content}\n{json.dumps(words, default=repr)}".encode()).hexdigest()
+    return hashlib.sha256(f"{content_of(example)}\n{json.dumps(words, default=repr)}".encode()).hexdigest()
 
 
 def question(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradfix.data.rows import INPUTS, Row, content_hash, where
+from gradfix.data.rows import INPUTS, content_of, where
 from gradfix.errors import DataError, UsageError
 
 Examples = Sequence[Mapping[str, Any]]
@@ -54,7 +54,9 @@ def folds(examples: Examples, k: int, seed: int = 0) -> list[tuple[list[int], li
         raise UsageError(f"{k} folds cannot hold anything out; give 2 or more.")
     if len(examples) < k:
         raise DataError(f"{len(examples)} examples cannot be cut into {k} folds.")
-    contents = [_hash(example) if _shows(example) else str(index) for index, example in enumerate(examples)]
+    contents = [
+        content_of(example) if _shows(example) else str(index) for index, example in enumerate(examples)
+    ]
     k = min(k, len(set(contents)))
     if k < 2:
         raise DataError(
@@ -75,7 +77,7 @@ def check_disjoint(splits: Mapping[str, Examples]) -> list[str]:
     for name, examples in splits.items():
         repeats = 0
         for index, example in enumerate(examples):
-            key, here = _hash(example), where(example, index)
+            key, here = content_of(example), where(example, index)
             if key not in seen:
                 seen[key] = (name, here)
             elif seen[key][0] == name:
@@ -93,12 +95,8 @@ def check_disjoint(splits: Mapping[str, Examples]) -> list[str]:
 
 def without_overlap(examples: Examples, *others: Examples) -> list[int]:
     """Indices of the examples whose content is in none of the others."""
-    taken = {_hash(example) for other in others for example in other}
-    return [index for index, example in enumerate(examples) if _hash(example) not in taken]
-
-
-def _hash(example: Mapping[str, Any]) -> str:
-    return example.content if isinstance(example, Row) else content_hash(example)
+    taken = {content_of(example) for other in others for example in other}
+    return [index for index, example in enumerate(examples) if content_of(example) not in taken]
 
 
 def _shows(example: Mapping[str, Any]) -> bool:

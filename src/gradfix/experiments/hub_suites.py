@@ -142,7 +142,7 @@ class HubSuite(Suite):
             checkpoint=part,
             micro_batch=self.micro_batch,
             progress=self._steps(f"fine-tuning {model} on {task}"),
-            **asdict(self.recipe),
+            recipe=self.recipe,
         )
         self._save(bound, model, folder)
         part.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from gradfix.methods.trial import Lenders, Passes, Splits, Trial
 from gradfix.methods.workfolder import Folder, digest
 from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.tasks.classification import Classification
-from gradfix.training.teacher import can_teach, teacher_of
+from gradfix.training.distil import can_teach, teacher_of
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 

@@ -15,12 +15,12 @@ from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.search import Score, View
 from gradfix.methods.support import Support
-from gradfix.methods.trial import Trial, restored
+from gradfix.methods.trial import Trial
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.best import Best, best
 from gradfix.training.costs import Work
-from gradfix.training.fewshot import tune
-from gradfix.training.finetuning import finetune
+from gradfix.training.finetuning import finetune, tune
+from gradfix.training.steps import change, restored
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
@@ -55,7 +55,7 @@ def polish(trial: Trial, support: Support, start: Start | None = None) -> Outcom
                 for steps, score, before in _path(trial, support, view, rate, start):
                     found[steps] = found[steps] + score if steps in found else score
                     if len(views) == 1 and score.value > max(known.value for known in scores.values()):
-                        update = _moved(trial, before)
+                        update = change(trial.model, before)
                     if len(views) == 1:
                         scores[rate, steps] = score
         except DataError as error:
@@ -119,7 +119,7 @@ def in_full(
     recipe = {**IN_FULL, **options}
     with restored(bound.model) as before:
         finetune(bound, train, checkpoint=checkpoint, **recipe)
-        update = TaskVector({name: p.detach() - before[name] for name, p in bound.model.named_parameters()})
+        update = change(bound.model, before)
     if checkpoint is not None:
         discard(checkpoint)
     samples = recipe["steps"] * min(recipe["batch_size"], len(train))
@@ -157,10 +157,6 @@ def _path(
         trial.bill.own += done
 
 
-def _moved(trial: Trial, before: Mapping[str, Tensor]) -> TaskVector:
-    return TaskVector({name: p.detach() - before[name] for name, p in trial.model.named_parameters()})
-
-
 def _tuned(
     trial: Trial,
     support: Support,
@@ -177,4 +173,4 @@ def _tuned(
             apply(trial.model, start(view))
         for _, work in tune(trial.bound, view.fit, rate=rate, stops=[steps], batch=batch, seed=support.seed):
             trial.bill.own += work
-        return _moved(trial, before)
+        return change(trial.model, before)

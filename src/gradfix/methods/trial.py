@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradfix.checkpoints.names import name_map
 from gradfix.data import few_shot
@@ -353,15 +353,3 @@ class Store:
 
     def save(self, key: str, value: Any, work: Work) -> None:
         return None
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights before, by name; they come back bit for bit."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(before[name])

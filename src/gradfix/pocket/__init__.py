@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradfix.errors import UsageError
 from gradfix.pocket import shipped
+from gradfix.pocket.corruptions import CORRUPTIONS
 from gradfix.pocket.shipped import CLASSES, PAIRS
 from gradfix.registry import unknown
 
@@ -103,8 +104,6 @@ def images(split: str, task: str | None = None) -> tuple[Tensor, Tensor]:
 
 def raw_images(split: str, task: str | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
     """The same images as uint8 (n, 28, 28), as a person would look at them; task "clean" is the original."""
-    from gradfix.pocket.corruptions import CORRUPTIONS
-
     pixels, labels = shipped.read_images(split)
     return CORRUPTIONS[task if task == "clean" else _known(task)](pixels), labels
 
@@ -128,9 +127,7 @@ def materialise(folder: str | Path, task: str | None = None) -> dict[str, Any]:
     Returns {"unrelated": {"base": path, "tuned": ..., "target": ..., "target_tuned": ...},
     "related": {...}, "tasks": {task: path}}; the related pair is there for the primary task only, see
     `pair_tasks`. Needs neither torch nor transformers."""
-    from gradfix.pocket import folders
-
-    return folders.materialise(Path(folder), _known(task), shipped.read_figures()["tasks"])
+    return shipped.materialise(Path(folder), _known(task), shipped.read_figures()["tasks"])
 
 
 def pair_tasks(name: str) -> tuple[str, ...]:

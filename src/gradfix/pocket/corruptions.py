@@ -24,6 +24,12 @@ def clean(images: Pixels) -> Pixels:
     return images
 
 
+def _painted(images: Pixels, place: tuple[slice, ...], shade: int) -> Pixels:
+    painted = images.copy()
+    painted[place] = shade
+    return painted
+
+
 def _low_resolution(images: Pixels, cell: int) -> Pixels:
     cells = SIDE // cell
     blocks = images.astype(np.int64).reshape(-1, cells, cell, cells, cell).sum(axis=(2, 4)) // cell**2
@@ -45,41 +51,31 @@ def low_resolution_7(images: Pixels) -> Pixels:
 @CORRUPTIONS.register("left_cut")
 def left_cut(images: Pixels) -> Pixels:
     """The left half is black."""
-    cut = images.copy()
-    cut[:, :, : SIDE // 2] = 0
-    return cut
+    return _painted(images, np.s_[:, :, : SIDE // 2], 0)
 
 
 @CORRUPTIONS.register("top_cut")
 def top_cut(images: Pixels) -> Pixels:
     """The upper half is black."""
-    cut = images.copy()
-    cut[:, : SIDE // 2] = 0
-    return cut
+    return _painted(images, np.s_[:, : SIDE // 2], 0)
 
 
 @CORRUPTIONS.register("centre_cut")
 def centre_cut(images: Pixels) -> Pixels:
     """The central 16 x 16 pixels are black."""
-    cut = images.copy()
-    cut[:, 6:22, 6:22] = 0
-    return cut
+    return _painted(images, np.s_[:, 6:22, 6:22], 0)
 
 
 @CORRUPTIONS.register("stripes_rows")
 def stripes_rows(images: Pixels) -> Pixels:
     """One row in four is white."""
-    striped = images.copy()
-    striped[:, 1::4] = 255
-    return striped
+    return _painted(images, np.s_[:, 1::4], 255)
 
 
 @CORRUPTIONS.register("stripes_columns")
 def stripes_columns(images: Pixels) -> Pixels:
     """One column in seven is white."""
-    striped = images.copy()
-    striped[:, :, 3::7] = 255
-    return striped
+    return _painted(images, np.s_[:, :, 3::7], 255)
 
 
 @CORRUPTIONS.register("stripes_diagonal")
@@ -186,23 +182,25 @@ def outlines(images: Pixels) -> Pixels:
 @CORRUPTIONS.register("speckled")
 def speckled(images: Pixels) -> Pixels:
     """Half of the pixels, drawn from the image's own content, are black or white."""
-    draw = _content_noise(images)
-    flipped = np.where(draw < 64, 0, 255)
-    return np.where(draw < 128, flipped, images).astype(np.uint8)
+    return _speckled(images, 128)
 
 
 @CORRUPTIONS.register("lightly_speckled")
 def lightly_speckled(images: Pixels) -> Pixels:
     """A quarter of the pixels, drawn from the image's own content, are black or white."""
-    draw = _content_noise(images)
-    flipped = np.where(draw < 32, 0, 255)
-    return np.where(draw < 64, flipped, images).astype(np.uint8)
+    return _speckled(images, 64)
 
 
 @CORRUPTIONS.register("noisy")
 def noisy(images: Pixels) -> Pixels:
     """The image at half strength under uniform noise drawn from its own content."""
     return (images // 2 + _content_noise(images) // 2).astype(np.uint8)
+
+
+def _speckled(images: Pixels, of_256: int) -> Pixels:
+    draw = _content_noise(images)
+    flipped = np.where(draw < of_256 // 2, 0, 255)
+    return np.where(draw < of_256, flipped, images).astype(np.uint8)
 
 
 def _content_noise(images: Pixels) -> NDArray[np.int64]:

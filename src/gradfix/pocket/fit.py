@@ -1,29 +1,32 @@
-"""Training, voting and scoring of the small models on one device.
+"""The images of the small models, and their training, voting and scoring on one device.
 
-One `Lab` owns one network and swaps weights in and out of it, so that a CUDA graph of the training
+One `Workbench` owns one network and swaps weights in and out of it, so that a CUDA graph of the training
 step is recorded once and replayed for every model. Batches are drawn by a seeded generator; results
 differ between devices in the last bits and in nothing else."""
 
 from __future__ import annotations
 
-import math
-import tempfile
+import gzip
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradfix.pocket.shipped import State, network
+from gradfix.pocket.corruptions import Pixels
+from gradfix.pocket.shipped import State, module_names, network
+from gradfix.training.steps import warmed
 
 Weights = dict[str, Tensor]
 Images = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class FitRecipe:
     """How long and how hard to train; `shift` and `flip` are the augmentations."""
 
     steps: int
@@ -37,10 +40,64 @@ class Recipe:
 
     def rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to zero."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * done))
+        return warmed(step, self.lr, self.steps, self.warmup)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Fashion-MNIST without repeated images, split once for everything."""
+
+    shipped: dict[str, tuple[Pixels, NDArray[np.int64]]]
+    parts: dict[str, tuple[Pixels, NDArray[np.int64]]]  # ancestor, A, B_related, B_unrelated, all, dev
+
+
+def read_idx(folder: Path, name: str) -> NDArray[np.uint8]:
+    """One idx file, plain or gzipped."""
+    plain, packed = folder / name, folder / f"{name}.gz"
+    if not plain.exists() and not packed.exists():
+        raise SystemExit(f"{folder} has neither {name} nor {name}.gz; pass Fashion-MNIST's folder as --idx")
+    raw = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
+    dimensions = raw[3]
+    shape = np.frombuffer(raw, ">i4", dimensions, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
+
+
+def split_corpus(folder: Path, per_class: dict[str, int], dev: int | None, seed: int = 0) -> Corpus:
+    """Shipped images first, the rest in two halves; an image that occurs twice is used once."""
+    images = np.concatenate([read_idx(folder, f"{part}-images-idx3-ubyte") for part in ("train", "t10k")])
+    labels = np.concatenate([read_idx(folder, f"{part}-labels-idx1-ubyte") for part in ("train", "t10k")])
+    labels = labels.astype(np.int64)
+    digests = np.array([hashlib.sha256(image.tobytes()).digest() for image in images])
+    first = np.sort(np.unique(digests, return_index=True)[1])
+    order = np.random.default_rng(seed).permutation(first)
+    training, testing = order[order < 60000], order[order >= 60000]
+
+    taken, rest = _per_class(training, labels, per_class["train"] + per_class["validation"])
+    pool, validation = _per_class(taken, labels, per_class["train"])
+    test, held_out = _per_class(testing, labels, per_class["test"])
+    half = len(rest) // 2
+    quarter = half // 4
+    parts = {
+        "ancestor": rest[: 2 * quarter],
+        "A": rest[2 * quarter : 3 * quarter],
+        "B_related": rest[3 * quarter : half],
+        "B_unrelated": rest[half:],
+        "all": rest,
+        "dev": held_out[:dev],
+    }
+    ships = {"train": pool, "validation": validation, "test": test}
+    return Corpus(
+        {name: (images[index], labels[index]) for name, index in ships.items()},
+        {name: (images[index], labels[index]) for name, index in parts.items()},
+    )
+
+
+def _per_class(
+    index: NDArray[np.int64], labels: NDArray[np.int64], count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first `count` of every class, the classes taking turns, and the others."""
+    chosen = np.stack([index[labels[index] == number][:count] for number in range(10)], axis=1).ravel()
+    return chosen, index[~np.isin(index, chosen)]
 
 
 def normalise(images: Tensor) -> Tensor:
@@ -48,7 +105,7 @@ def normalise(images: Tensor) -> Tensor:
     return (images.float() / 127.5 - 1).unsqueeze(1).expand(-1, 3, -1, -1)
 
 
-def augment(images: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
+def augment(images: Tensor, recipe: FitRecipe, generator: torch.Generator) -> Tensor:
     """Move every image by up to `shift` pixels and mirror half of them."""
     count, device = len(images), images.device
     if recipe.shift:
@@ -64,19 +121,22 @@ def augment(images: Tensor, recipe: Recipe, generator: torch.Generator) -> Tenso
     return images
 
 
-class Lab:
+class Workbench:
     """One network on one device, lent to many weight sets."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
         self.model = cast(torch.nn.Module, network()).to(self.device)
-        self._names = disk_names()
+        self._names = module_names()
         self._steppers: dict[tuple[int, float, bool], Stepper] = {}
 
     def fresh(self, seed: int) -> Weights:
         """A new initialisation."""
         torch.manual_seed(seed)
         return {name: value.to(self.device) for name, value in network().state_dict().items()}
+
+    def images(self, pixels: Pixels, labels: NDArray[np.int64]) -> Images:
+        return torch.from_numpy(pixels).to(self.device), torch.from_numpy(labels).to(self.device)
 
     def from_disk(self, state: State) -> Weights:
         return {self._names[name]: torch.from_numpy(value).to(self.device) for name, value in state.items()}
@@ -89,7 +149,7 @@ class Lab:
             for name, value in self.model.state_dict().items():
                 value.copy_(weights[name])
 
-    def fit(self, start: Weights, data: Images, recipe: Recipe, seed: int) -> Weights:
+    def fit(self, start: Weights, data: Images, recipe: FitRecipe, seed: int) -> Weights:
         """Train from `start` and return new weights; the head stays as it is unless `recipe.head`."""
         self.load(start)
         stepper = self._stepper(recipe)
@@ -101,7 +161,7 @@ class Lab:
             stepper.step(augment(images[picked], recipe, generator), labels[picked], recipe.rate(step))
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
-    def _stepper(self, recipe: Recipe) -> Stepper:
+    def _stepper(self, recipe: FitRecipe) -> Stepper:
         key = (recipe.batch, recipe.weight_decay, recipe.head)
         if key not in self._steppers:
             self._steppers[key] = Stepper(self.model, *key)
@@ -188,21 +248,3 @@ class Stepper:
         for state in self.optimizer.state.values():
             for value in state.values():
                 value.zero_()
-
-
-def disk_names() -> dict[str, str]:
-    """Name in the saved file to name in the module, found by saving a model whose tensors are numbered."""
-    from safetensors.numpy import load_file
-
-    model = network()
-    names = list(model.state_dict())
-    with torch.no_grad():
-        for number, value in enumerate(model.state_dict().values()):
-            value.fill_(number)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        saved = load_file(Path(folder) / "model.safetensors")
-    found = {name: names[int(np.ravel(value)[0])] for name, value in saved.items()}
-    if sorted(found.values()) != sorted(names):
-        raise RuntimeError("this version of transformers saves ViT tensors that are not one to one")
-    return found

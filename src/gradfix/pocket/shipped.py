@@ -1,12 +1,15 @@
-"""The format of the shipped models: two fp16 bases, and everything else as quantised differences.
+"""The format of the shipped models: two fp16 bases, and everything else as quantised differences; and how they are
+written as Hugging Face folders and parquet files, as any other tool would write them.
 
 A model here is a dict of float32 arrays under the names of its Hugging Face file. A difference is
 stored as int8 symbols with one step per tensor, and the restored model is by definition the base
-plus those steps: every score is measured after restoring, so nothing is lost twice."""
+plus those steps: every score is measured after restoring, so nothing is lost twice. All on plain arrays: reading
+and writing need neither torch nor transformers."""
 
 from __future__ import annotations
 
 import functools
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradfix.errors import CorruptInput, UsageError
+from gradfix.pocket.corruptions import CORRUPTIONS, Pixels
 from gradfix.registry import unknown
 
 if TYPE_CHECKING:
@@ -166,3 +170,69 @@ def read_coded(folder: Path, name: str) -> Coded:
             names = [key for key in archive if not key.endswith(".steps")]
             raise CorruptInput(unknown("shipped difference", name, names))
         return archive[name], archive[f"{name}.steps"]
+
+
+def materialise(folder: Path, task: str, tasks: list[str]) -> dict[str, Any]:
+    """The pairs that are shipped tuned on `task`, and the images of all `tasks`; returns the paths."""
+    written: dict[str, Any] = {}
+    for pair, (source, target) in PAIRS.items():
+        if task not in common_tasks((source, target)):
+            continue
+        members = {
+            "base": read_base(source),
+            "tuned": read_tuned(source, task),
+            "target": read_base(target),
+            "target_tuned": read_tuned(target, task),
+        }
+        written[pair] = {role: write_model(folder / pair / role, state) for role, state in members.items()}
+    written["tasks"] = {name: write_task(folder / "tasks" / name, name) for name in tasks}
+    return written
+
+
+def write_model(folder: Path, state: State) -> Path:
+    """One model folder: config, weights in float32, preprocessor."""
+    from safetensors.numpy import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    # through bytes: save_file leaves the file readable by its owner only
+    (folder / "model.safetensors").write_bytes(save(state, metadata={"format": "pt"}))
+    _write_json(folder / "config.json", CONFIG)
+    _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
+    return folder
+
+
+def write_task(folder: Path, task: str) -> Path:
+    """One task folder: train, validation and test as parquet, and the label names with their prompts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        pixels, labels = read_images(split)
+        _write_parquet(folder / f"{split}.parquet", CORRUPTIONS[task](pixels), labels.tolist())
+    _write_json(folder / "task.json", {"labels": {name: f"a photo of a {name}" for name in CLASSES}})
+    return folder
+
+
+def _write_parquet(path: Path, pixels: Pixels, labels: list[int]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pictures = [{"bytes": _png(image), "path": None} for image in pixels]
+    names = [CLASSES[number] for number in labels]
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    features = {"image": {"_type": "Image"}, "label": {"dtype": "string", "_type": "Value"}}
+    schema = pa.schema([("image", image), ("label", pa.string())]).with_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
+    pq.write_table(pa.table({"image": pictures, "label": names}, schema=schema), path)
+
+
+def _png(image: Pixels) -> bytes:
+    """Three equal channels: that is what the models and most image processors expect."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(np.stack([image] * 3, axis=-1)).save(buffer, "png", compress_level=1)
+    return buffer.getvalue()
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

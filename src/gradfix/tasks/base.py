@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.checkpoints.open import raw_bytes
+from gradfix.data.rows import where
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
 
@@ -158,7 +159,8 @@ def label_indices(examples: Sequence[Example], labels: Mapping[str, int]) -> Ten
     for index, example in enumerate(examples):
         label = str(example.get("label"))
         if label not in labels:
-            where = getattr(example, "where", f"example {index}")
-            raise DataError(f"{where}: label {label!r} is not one of {', '.join(map(repr, labels))}.")
+            raise DataError(
+                f"{where(example, index)}: label {label!r} is not one of {', '.join(map(repr, labels))}."
+            )
         found.append(labels[label])
     return torch.tensor(found, dtype=torch.long)

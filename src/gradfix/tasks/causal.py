@@ -6,7 +6,6 @@ without one, an answer is right when greedy decoding would give it token by toke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,31 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gradfix.data.rows import question, where
 from gradfix.errors import DataError, UsageError
-from gradfix.tasks.answers import AnswerTask
-from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
-from gradfix.tasks.loading import first_line, freeze_all_but
-from gradfix.tasks.reading import pad, refuse_foreign_tokens, where
-from gradfix.votes.collect import left_as_it_was
+from gradfix.tasks.base import TASKS, Batch, Example, Prompts, label_indices
+from gradfix.tasks.loading import first_line
+from gradfix.tasks.reading import AnswerBound, AnswerTask, masked_mean, pad, refuse_foreign_tokens
 
 WRONG = -1
 
 
-class CausalBound(Bound):
+class CausalBound(AnswerBound):
     """A language model with its template. Token tensors are (batch, choices, length): one choice per label,
     or the answer alone where there is no label set."""
 
-    model: Any
-
-    def __init__(
-        self, model: Any, tokenizer: Any, labels: Mapping[str, str], loss: str, scoring: str, max_length: int
-    ) -> None:
-        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
-        self.labels, self.texts = list(labels), list(labels.values())
-        self.reduction, self.scoring = loss, scoring
-        self._index = {label: index for index, label in enumerate(self.labels)}
+    def __init__(self, model: Any, tokenizer: Any, *more: Any) -> None:
+        super().__init__(model, tokenizer, *more)
         self._closing = _closing_tokens(tokenizer)
-        freeze_all_but(model, self.trainable())
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         device = next(self.model.parameters()).device
@@ -100,7 +90,7 @@ class CausalBound(Bound):
         if "messages" in example:
             turns = list(example["messages"])
             if label_text is not None:
-                turns = [*_question(turns), {"role": "assistant", "content": label_text}]
+                turns = [*question(turns), {"role": "assistant", "content": label_text}]
             return *self._rendered(turns, example, index), False
         prompt = example.get("prompt", example.get("text"))
         if not isinstance(prompt, str):
@@ -125,21 +115,19 @@ class CausalBound(Bound):
                 "Put a user turn there."
             )
         try:
-            question = self.tokenizer.apply_chat_template(
-                turns[:-1], tokenize=False, add_generation_prompt=True
-            )
+            asked = self.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
             whole = self.tokenizer.apply_chat_template(turns, tokenize=False)
         except Exception as error:  # a template is a program of the model's: it raises what it likes
             raise DataError(
                 f"{where(example, index)}: the model's chat template refuses this conversation "
                 f"({first_line(error)}). Change its turns, or give prompt and completion instead."
             ) from None
-        if not whole.startswith(question):
+        if not whole.startswith(asked):
             raise DataError(
                 f"{where(example, index)}: the chat template rewrites the question when the answer is there; "
                 "the answer's tokens cannot be told apart. Give prompt and completion instead."
             )
-        return question, whole[len(question) :]
+        return asked, whole[len(asked) :]
 
     def _token_losses(
         self, model: Any, tokens: Tensor, attention: Tensor, answer: Tensor
@@ -217,25 +205,12 @@ class CausalBound(Bound):
         )
         return self.tokenizer.batch_decode(tokens[:, prompts.shape[1] :], skip_special_tokens=True)
 
-    def perplexity(self, model: nn.Module, examples: Sequence[Example], batch_size: int = 16) -> float:
-        """exp of the mean loss over all answer tokens; the model is left as it was."""
-        total, count = 0.0, 0
-        with left_as_it_was(model), torch.no_grad():
-            for batch in self.batches(examples, batch_size):
-                tokens, attention, answer = self._own(batch)
-                total += float(self._token_losses(model, tokens, attention, answer)[0].double().sum())
-                count += int(answer[:, 1:].sum())
-        if count == 0:
-            raise DataError("there are no examples to score.")
-        return math.exp(total / count)
-
     def features(self, model: Any, batch: Batch) -> Tensor:
         """The mean last hidden state over the prompt."""
         tokens, attention, answer = self._own(batch)
         output = model(input_ids=tokens, attention_mask=attention, output_hidden_states=True)
         hidden = output.hidden_states[-1]
-        mask = (attention * (1 - answer)).unsqueeze(-1).to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
+        return masked_mean(hidden, attention * (1 - answer))
 
 
 @TASKS.register("causal")
@@ -262,10 +237,6 @@ class Causal(AnswerTask):
         super().__init__(labels or {}, loss, scoring, max_length, trust_remote_code)
         if scoring == "likelihood" and not self.labels:
             raise UsageError("scoring by likelihood needs a label set; use exact or generate.")
-
-
-def _question(turns: list[Any]) -> list[Any]:
-    return turns[:-1] if turns and turns[-1]["role"] == "assistant" else turns
 
 
 def _closing_tokens(tokenizer: Any) -> int:

@@ -10,20 +10,25 @@ import difflib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
 from gradfix.tasks.loading import (
+    LOADER_ERRORS,
     Home,
     Loaded,
+    first_line,
     freeze_all_but,
+    load_exactly,
     load_image_processor,
     load_partly,
     load_tokenizer,
@@ -31,7 +36,7 @@ from gradfix.tasks.loading import (
     quiet_transformers,
     read_json,
 )
-from gradfix.tasks.reading import column, longest, tokenise
+from gradfix.tasks.reading import column, longest, masked_mean, processed, tokenise
 
 
 class Classifier(ABC):
@@ -62,33 +67,27 @@ class Classifier(ABC):
 class HuggingFaceClassifier(Classifier):
     """Text or images through transformers' own classes."""
 
-    def __init__(
-        self, home: Home, dtype: torch.dtype, device: str | torch.device, options: HeadOptions, images: bool
-    ) -> None:
+    def __init__(self, home: Home, options: HeadOptions, images: bool) -> None:
         from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
         self.images = images
         auto = AutoModelForImageClassification if images else AutoModelForSequenceClassification
-        self.model, self.notes, self.added_head = load_with_head(auto, home, dtype, device, options)
+        self.model, self.notes, self.added_head = load_with_head(auto, home, options)
         config = self.model.config
         if images:
-            self.processor = load_image_processor(home.folder, trust_remote_code=options.trust_remote_code)
+            self.processor = load_image_processor(home)
         else:
-            self.tokenizer = load_tokenizer(home.folder, trust_remote_code=options.trust_remote_code)
+            self.tokenizer = load_tokenizer(home)
             self.max_length = longest(options.max_length, self.tokenizer, config)
             if config.pad_token_id is None:
-                config.pad_token_id = (
-                    self.tokenizer.pad_token_id
-                )  # decoders look for the last real token with it
+                # decoders look for the last real token with it
+                config.pad_token_id = self.tokenizer.pad_token_id
         self.names = [str(config.id2label[index]) for index in range(config.num_labels)]
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
         if not self.images:
             return tokenise(self.tokenizer, examples, self.max_length, self.model)
-        reference = next(self.model.parameters())
-        with quiet_transformers():
-            pixels = self.processor(images=column(examples, "image"), return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels.to(device=reference.device, dtype=reference.dtype)}
+        return processed(self.processor, examples, self.model)
 
     def _shown(self, batch: Batch) -> Batch:
         return {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -100,8 +99,7 @@ class HuggingFaceClassifier(Classifier):
         hidden = getattr(model, model.base_model_prefix)(**self._shown(batch)).last_hidden_state
         if "attention_mask" not in batch:
             return hidden.flatten(2).mean(-1) if hidden.ndim == 4 else hidden.mean(1)
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
+        return masked_mean(hidden, batch["attention_mask"])
 
     def head(self) -> list[str]:
         prefix = f"{self.model.base_model_prefix}."
@@ -113,6 +111,58 @@ class HuggingFaceClassifier(Classifier):
             write_text(folder / "config.json", self.model.config.to_json_string())
 
 
+class TimmClassifier(Classifier):
+    """A folder in timm's own hub format (config.json with "architecture").
+
+    The weights are read by gradfix and must match the model name by name, so that what is saved later is what
+    timm reads back."""
+
+    def __init__(self, home: Home) -> None:
+        timm, folder = _timm(), home.folder
+        try:
+            about, name, arguments = timm.models._hub.load_model_config_from_path(folder)
+            classes = about.get("num_classes")
+            model = timm.create_model(
+                name, **{"num_classes": classes, **(arguments or {})}, pretrained_cfg=about
+            )
+        except LOADER_ERRORS as error:
+            raise CorruptInput(f"{folder}: timm cannot build this model ({first_line(error)}).") from None
+        if not model.num_classes:
+            raise CorruptInput(f"{folder} has no classification head (num_classes is 0).")
+        load_exactly(model, open_checkpoint(folder), folder)
+        self.model = model.to(device=home.device, dtype=home.dtype).eval()
+        data = timm.data.resolve_data_config({}, model=model)
+        self.transform = timm.data.create_transform(**data, is_training=False)
+        given = about.get("label_names")
+        self.names = [str(name) for name in given or range(model.num_classes)]
+        self.notes = []
+        self.dtype, self.device = home.dtype, home.device
+
+    def inputs(self, examples: Sequence[Example]) -> Batch:
+        pixels = torch.stack([self.transform(image) for image in column(examples, "image")])
+        return {"pixel_values": pixels.to(device=self.device, dtype=self.dtype)}
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        return model(batch["pixel_values"])
+
+    def features(self, model: Any, batch: Batch) -> Tensor:
+        return model.forward_head(model.forward_features(batch["pixel_values"]), pre_logits=True)
+
+    def head(self) -> list[str]:
+        owned = {id(parameter) for parameter in self.model.get_classifier().parameters()}
+        return [name for name, parameter in self.model.named_parameters() if id(parameter) in owned]
+
+
+def _timm() -> Any:
+    heal_torchvision()
+    try:
+        import timm
+        import timm.data
+    except ImportError:
+        raise UsageError("this is a timm model; install gradfix[vision] to use it.") from None
+    return timm
+
+
 @dataclass(frozen=True)
 class HeadOptions:
     """Where a head comes from when the checkpoint has none."""
@@ -121,26 +171,21 @@ class HeadOptions:
     head_from: Path | None = None
     new_head: int | None = None
     max_length: int | None = None
-    trust_remote_code: bool = False
 
 
-def load_with_head(
-    auto: Any, home: Home, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
-) -> tuple[Any, list[str], bool]:
+def load_with_head(auto: Any, home: Home, options: HeadOptions) -> tuple[Any, list[str], bool]:
     """The model, notes, and whether its head came from elsewhere: lent by `head_from`, or fresh from a seed."""
-    trust = options.trust_remote_code
-    loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust)
+    loaded = load_partly(auto, home)
     if not loaded.missing:
         return loaded.model, loaded.notes, False
     _refuse_gaps(home, loaded)
     if options.head_from is not None:
-        lender = load_partly(auto, locate(options.head_from), dtype, device, trust_remote_code=trust)
+        lender = load_partly(auto, replace(home, folder=options.head_from, adapter=None))
         if lender.missing:
             raise IncompatibleCheckpoints(
                 f"neither {home} nor {options.head_from} has a classification head."
             )
-        names = lender.model.config.id2label
-        loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust, **_classes(names))
+        loaded = load_partly(auto, home, **_classes(lender.model.config.id2label))
         _borrow(loaded, lender, options.head_from)
         return loaded.model, [*loaded.notes, f"the head is that of {options.head_from}"], True
     if options.new_head is None:
@@ -150,8 +195,7 @@ def load_with_head(
         )
     with torch.random.fork_rng():
         torch.manual_seed(options.new_head)
-        names = dict(enumerate(options.labels))
-        loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust, **_classes(names))
+        loaded = load_partly(auto, home, **_classes(dict(enumerate(options.labels))))
     return loaded.model, [*loaded.notes, f"the head is new, drawn from seed {options.new_head}"], True
 
 
@@ -262,29 +306,25 @@ class Classification(Task):
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
     ) -> ClassificationBound:
-        home = locate(source, head_from)
+        trust = self.trust_remote_code
+        home = locate(source, head_from, dtype=dtype, device=device, trust_remote_code=trust)
         lender = locate(head_from).folder if head_from is not None else None
-        options = HeadOptions(
-            list(self.labels), lender, self.new_head, self.max_length, self.trust_remote_code
+        classifier = self._classifier(
+            home, HeadOptions(list(self.labels), lender, self.new_head, self.max_length)
         )
-        classifier = self._classifier(home, dtype, device, options)
         lent = classifier.added_head and lender is not None
         return ClassificationBound(
             classifier, list(self.labels), self.freeze_head or lent, home.adapter or home.folder
         )
 
-    def _classifier(
-        self, home: Home, dtype: torch.dtype, device: str | torch.device, options: HeadOptions
-    ) -> Classifier:
+    def _classifier(self, home: Home, options: HeadOptions) -> Classifier:
         config = read_json(home.folder / "config.json")
         if "architecture" in config:
-            from gradfix.tasks.timm_models import TimmClassifier
-
             if home.adapter is not None:
                 raise UsageError(f"{home.adapter}: adapters of timm models cannot be read; merge it first.")
-            return TimmClassifier(home.folder, dtype, device)
+            return TimmClassifier(home)
         with quiet_transformers():
             from transformers.models.auto.modeling_auto import (
                 MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as IMAGE_MODELS,
             )
-        return HuggingFaceClassifier(home, dtype, device, options, config.get("model_type") in IMAGE_MODELS)
+        return HuggingFaceClassifier(home, options, config.get("model_type") in IMAGE_MODELS)

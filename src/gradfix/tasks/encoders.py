@@ -5,28 +5,39 @@ heads or losses."""
 
 from __future__ import annotations
 
+import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradfix.errors import UsageError
+from gradfix.checkpoints.open import WEIGHT_FILES, open_checkpoint
+from gradfix.checkpoints.open_clip_tags import PREFIX, import_open_clip, split_tag, tag_settings
+from gradfix.checkpoints.write import write_text
+from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.base import Batch, Example
 from gradfix.tasks.loading import (
+    LOADER_ERRORS,
     Home,
+    first_line,
+    load_exactly,
     load_image_processor,
     load_pretrained,
     load_tokenizer,
     quiet_transformers,
+    read_json,
 )
-from gradfix.tasks.reading import column, longest, tokenise
+from gradfix.tasks.reading import column, longest, masked_mean, processed, tokenise
 
 TEXT_SCALE = 20.0
 POOLINGS = ("mean", "cls")
+OPEN_CLIP_CONFIG = "open_clip_config.json"
 
 
 class Encoder(ABC):
@@ -59,25 +70,14 @@ class Encoder(ABC):
 class TextEncoder(Encoder):
     """Any `AutoModel` with a tokenizer; prompts and examples go through the same weights."""
 
-    def __init__(
-        self,
-        home: Home,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        *,
-        pooling: str = "mean",
-        max_length: int = 64,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, home: Home, *, pooling: str = "mean", max_length: int = 64) -> None:
         from transformers import AutoModel
 
         if pooling not in POOLINGS:
             raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
         self.pooling, self.scale = pooling, TEXT_SCALE
-        self.tokenizer = load_tokenizer(home.folder, trust_remote_code=trust_remote_code)
-        loaded = load_pretrained(
-            AutoModel, home, dtype, device, optional=["pooler"], trust_remote_code=trust_remote_code
-        )
+        self.tokenizer = load_tokenizer(home)
+        loaded = load_pretrained(AutoModel, home, optional=["pooler"])
         self.model, self.notes = loaded.model, loaded.notes
         self.max_length = longest(max_length, self.tokenizer, self.model.config)
         if self.model.config.is_encoder_decoder:
@@ -95,8 +95,7 @@ class TextEncoder(Encoder):
             return hidden[:, 0]
         # Averaged in float32 or better: a sum of 64 half-precision vectors loses bits.
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
+        return masked_mean(hidden, batch["attention_mask"])
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:
         with torch.no_grad():
@@ -109,31 +108,18 @@ class TextEncoder(Encoder):
 class TwoTowers(Encoder):
     """Hugging Face CLIP and SigLIP: examples are images, prompts go through the frozen text tower."""
 
-    def __init__(
-        self,
-        home: Home,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        *,
-        max_length: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, home: Home) -> None:
         from transformers import AutoModel
 
-        self.tokenizer = load_tokenizer(home.folder, trust_remote_code=trust_remote_code)
-        self.processor = load_image_processor(home.folder, trust_remote_code=trust_remote_code)
-        loaded = load_pretrained(AutoModel, home, dtype, device, trust_remote_code=trust_remote_code)
+        self.tokenizer, self.processor = load_tokenizer(home), load_image_processor(home)
+        loaded = load_pretrained(AutoModel, home)
         self.model, self.notes = loaded.model, loaded.notes
-        positions = int(self.model.config.text_config.max_position_embeddings)
-        self.max_length = min(max_length or positions, positions)
+        self.max_length = int(self.model.config.text_config.max_position_embeddings)
         self.siglip = "siglip" in self.model.config.model_type
         self.scale = float(self.model.logit_scale.detach().double().exp())
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        with quiet_transformers():
-            pixels = self.processor(images=column(examples, "image"), return_tensors="pt")["pixel_values"]
-        reference = next(self.model.parameters())
-        return {"pixel_values": pixels.to(device=reference.device, dtype=reference.dtype)}
+        return processed(self.processor, examples, self.model)
 
     def embed(self, model: Any, batch: Batch) -> Tensor:
         return _pooled(model.get_image_features(pixel_values=batch["pixel_values"]))
@@ -162,3 +148,104 @@ class TwoTowers(Encoder):
 def _pooled(features: Any) -> Tensor:
     """transformers returns the projected features as a tensor or inside an output, by version."""
     return features if isinstance(features, Tensor) else features.pooler_output
+
+
+def is_open_clip(path: Path) -> bool:
+    """Whether a folder's weights are open_clip's; some published folders hold a transformers twin as well."""
+    if not (path / OPEN_CLIP_CONFIG).is_file():
+        return False
+    first = next((name for name in WEIGHT_FILES if (path / name).exists()), "")
+    return first.startswith("open_clip") or not (path / "config.json").is_file()
+
+
+class OpenClip(Encoder):
+    """A folder with open_clip_config.json, a bare weights file with its architecture, or a tag.
+
+    The text tower is frozen and only embeds prompts. The weights are read by gradfix and must match the model name
+    by name, so that what is saved later is what `open_clip.load_checkpoint` reads back."""
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        *,
+        architecture: str | None = None,
+        tag: str | None = None,
+    ) -> None:
+        library = import_open_clip()
+        name = f"local-dir:{path}" if path.is_dir() else _known_architecture(library, architecture, path)
+        try:
+            with quiet_transformers(), _quiet_logging():
+                model = library.create_model(name, load_weights=False, pretrained_text=False)
+                self.tokenizer = library.get_tokenizer(name)
+        except LOADER_ERRORS as error:
+            raise CorruptInput(f"{path}: open_clip cannot build this model ({first_line(error)}).") from None
+        load_exactly(model, open_checkpoint(path), path)
+        self.model = model.to(device=device, dtype=dtype).eval()
+        self.notes, self.scale = [], float(model.logit_scale.detach().double().exp())
+        self.dtype, self.device = dtype, device
+        self.config = self._config(library, path, architecture, tag)
+        preprocess = library.transform.PreprocessCfg(**self.config["preprocess_cfg"])
+        self.transform = library.transform.image_transform_v2(preprocess, is_train=False)
+
+    def _config(self, library: Any, path: Path, architecture: str | None, tag: str | None) -> dict[str, Any]:
+        """What open_clip needs to build the model again from a folder."""
+        known = dict(self.model.visual.preprocess_cfg)
+        if path.is_dir():
+            return {"model_cfg": read_json(path / OPEN_CLIP_CONFIG)["model_cfg"], "preprocess_cfg": known}
+        if tag is not None:
+            known |= {key: value for key, value in tag_settings(tag).items() if key in known}
+        return {"model_cfg": library.get_model_config(architecture), "preprocess_cfg": known}
+
+    def inputs(self, examples: Sequence[Example]) -> Batch:
+        pixels = torch.stack([self.transform(image) for image in column(examples, "image")])
+        return {"pixel_values": pixels.to(device=self.device, dtype=self.dtype)}
+
+    def embed(self, model: Any, batch: Batch) -> Tensor:
+        return model.encode_image(batch["pixel_values"])
+
+    def embed_prompts(self, prompts: Sequence[str]) -> Tensor:
+        with torch.no_grad():
+            return self.model.encode_text(self.tokenizer(list(prompts)).to(self.device))
+
+    def trainable(self) -> list[str]:
+        return [name for name, _ in self.model.named_parameters() if name.startswith("visual.")]
+
+    def save_extras(self, folder: Path) -> None:
+        write_text(folder / OPEN_CLIP_CONFIG, json.dumps(self.config, indent=1))
+        # A folder's model takes its tokenizer from the folder; the built-in one needs no files.
+        if hasattr(self.tokenizer, "save_pretrained") and not (folder / "tokenizer.json").exists():
+            self.tokenizer.save_pretrained(folder)
+
+
+def open_clip_source(source: str, architecture: str | None) -> tuple[str | None, str | None]:
+    """Architecture and tag of a source; a tag names both."""
+    if not source.startswith(PREFIX):
+        return architecture, None
+    named = split_tag(source)[0]
+    if architecture not in (None, named):
+        raise UsageError(f"{source} is a {named}, not a {architecture}.")
+    return named, source
+
+
+def _known_architecture(library: Any, architecture: str | None, path: Path) -> str:
+    if architecture is None:
+        raise UsageError(
+            f"{path} is a single file. Give the model's folder; a bare weights file of open_clip needs its "
+            "--architecture (e.g. ViT-B-16)."
+        )
+    if architecture not in library.list_models():
+        raise UsageError(unknown("open_clip architecture", architecture, library.list_models()))
+    return architecture
+
+
+@contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """open_clip warns that the model is random; it is filled right after."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

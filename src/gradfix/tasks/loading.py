@@ -41,31 +41,36 @@ BUILDER: ContextVar[Builder | None] = ContextVar("builder", default=None)
 
 @dataclass(frozen=True)
 class Home:
-    """Where a model's config, tokenizer and weights are; an adapter is put on the weights at loading."""
+    """Where a model's config, tokenizer and weights are, and how they are loaded; an adapter is put on the weights."""
 
     folder: Path
     adapter: Path | None = None
+    dtype: torch.dtype = torch.float32
+    device: str | torch.device = "cpu"
+    trust_remote_code: bool = False
 
     def __str__(self) -> str:
         return str(self.adapter or self.folder)
 
 
-def locate(source: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> Home:
-    """The local folder of a checkpoint; for a LoRA adapter that of `base`, or of the base it names."""
+def locate(source: str | os.PathLike[str], base: str | os.PathLike[str] | None = None, **how: Any) -> Home:
+    """The local folder of a checkpoint; for a LoRA adapter that of `base`, or of the base it names.
+
+    `how` are the other fields of `Home`."""
     path = resolve(source)
     if not path.is_dir():
         raise UsageError(
             f"{path} is a single file; this task needs the folder with its config and tokenizer."
         )
     if not (path / ADAPTER_CONFIG).is_file():
-        return Home(path)
+        return Home(path, **how)
     named = base if base is not None and resolve(base) != path else _named_base(path)
     folder = resolve(named)
     if not folder.is_dir() or (folder / ADAPTER_CONFIG).is_file():
         raise UsageError(
             f"{folder} cannot be the base of the adapter {path}; give the folder of a full model."
         )
-    return Home(folder, path)
+    return Home(folder, path, **how)
 
 
 def _named_base(adapter: Path) -> str:
@@ -96,21 +101,12 @@ class Loaded:
     notes: list[str]
 
 
-def load_pretrained(
-    auto: Any,
-    home: Home,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    *,
-    trust_remote_code: bool = False,
-    optional: Sequence[str] = (),
-    **config: Any,
-) -> Loaded:
+def load_pretrained(auto: Any, home: Home, optional: Sequence[str] = ()) -> Loaded:
     """Load with nothing missing.
 
     `optional` are submodules the task does not use: one whose tensors are missing is taken out of the model,
     so that the model's parameters are the checkpoint's tensors and no random weights."""
-    loaded = load_partly(auto, home, dtype, device, trust_remote_code=trust_remote_code, **config)
+    loaded = load_partly(auto, home)
     needed = [name for name in loaded.missing if name.split(".")[0] not in optional]
     if needed:
         raise CorruptInput(
@@ -121,30 +117,22 @@ def load_pretrained(
     return loaded
 
 
-def load_partly(
-    auto: Any,
-    home: Home,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    *,
-    trust_remote_code: bool = False,
-    **config: Any,
-) -> Loaded:
+def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
     """Load and say what is missing; the caller must fill or refuse it, because it is random now."""
     folder = home.folder
     builder = BUILDER.get()
     if builder is not None:
-        return _built(builder, auto, home, dtype, trust_remote_code, config)
+        return _built(builder, auto, home, config)
     # Refuses damaged headers, and shards outside the folder that the loader would follow.
     open_checkpoint(folder)
     with quiet_transformers():
         try:
             model, info = auto.from_pretrained(
                 folder,
-                dtype=dtype,
+                dtype=home.dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=home.trust_remote_code,
                 local_files_only=True,
                 **config,
             )
@@ -171,37 +159,35 @@ def load_partly(
             f"Is the config of another model? As {type(model).__name__} it {WRONG_TASK}"
         )
     notes = [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
+    _plain_experts(model, home.dtype)
+    missing = set(info["missing_keys"]) - _wear(model, home)
+    return Loaded(model.to(home.device).eval(), sorted(missing), notes)
+
+
+def _plain_experts(model: Any, dtype: torch.dtype) -> None:
     if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the fast expert kernels know no float64
-    missing = set(info["missing_keys"]) - _wear(model, home)
-    return Loaded(model.to(device).eval(), sorted(missing), notes)
 
 
-def _built(
-    builder: Builder,
-    auto: Any,
-    home: Home,
-    dtype: torch.dtype,
-    trust_remote_code: bool,
-    config: dict[str, Any],
-) -> Loaded:
+def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> Loaded:
     """The config's model from `builder`, which fills it itself and refuses what is missing."""
     from transformers import AutoConfig
 
     if home.adapter is not None:
         raise UsageError(f"{home.adapter} is a LoRA adapter; a sharded model is read from full weights only.")
 
+    trust = home.trust_remote_code
+
     def make() -> nn.Module:
         with quiet_transformers():
             try:
                 found = AutoConfig.from_pretrained(
-                    home.folder, trust_remote_code=trust_remote_code, local_files_only=True, **config
+                    home.folder, trust_remote_code=trust, local_files_only=True, **config
                 )
-                model = auto.from_config(found, dtype=dtype, trust_remote_code=trust_remote_code)
+                model = auto.from_config(found, dtype=home.dtype, trust_remote_code=trust)
             except LOADER_ERRORS as error:
                 raise CorruptInput(_why(home.folder, error)) from None
-        if dtype is torch.float64 and hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the fast expert kernels know no float64
+        _plain_experts(model, home.dtype)
         return model
 
     return Loaded(builder(make, open_checkpoint(home.folder)), [], [])
@@ -259,14 +245,15 @@ def load_exactly(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None
     model.load_state_dict(state)
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(home: Home) -> Any:
     """The folder's tokenizer, padding on the right; a missing pad token borrows the end token."""
     from transformers import AutoTokenizer
 
+    folder = home.folder
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
+                folder, trust_remote_code=home.trust_remote_code, local_files_only=True
             )
             min(tokenizer.model_max_length, len(tokenizer("a")["input_ids"]))  # a damaged config shows here
             if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made up where the files are missing
@@ -285,16 +272,18 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def load_image_processor(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def load_image_processor(home: Home) -> Any:
     from transformers import AutoImageProcessor
 
     with quiet_transformers():
         try:
             return AutoImageProcessor.from_pretrained(
-                folder, trust_remote_code=trust_remote_code, local_files_only=True
+                home.folder, trust_remote_code=home.trust_remote_code, local_files_only=True
             )
         except LOADER_ERRORS as error:
-            raise CorruptInput(f"{folder} has no usable image processor ({first_line(error)}).") from None
+            raise CorruptInput(
+                f"{home.folder} has no usable image processor ({first_line(error)})."
+            ) from None
 
 
 def freeze_all_but(model: nn.Module, names: Sequence[str]) -> None:

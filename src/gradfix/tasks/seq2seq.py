@@ -13,30 +13,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.errors import UsageError
-from gradfix.tasks.answers import AnswerTask
-from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
-from gradfix.tasks.loading import freeze_all_but
-from gradfix.tasks.reading import pad, refuse_foreign_tokens, tokenise
+from gradfix.tasks.base import TASKS, Batch, Example, Prompts, label_indices
+from gradfix.tasks.reading import AnswerBound, AnswerTask, masked_mean, pad, refuse_foreign_tokens, tokenise
 
 IGNORED = -100
 
 
-class Seq2SeqBound(Bound):
+class Seq2SeqBound(AnswerBound):
     """A model with the tokens of every label."""
 
-    model: Any
-
-    def __init__(
-        self, model: Any, tokenizer: Any, labels: Mapping[str, str], loss: str, scoring: str, max_length: int
-    ) -> None:
-        self.model, self.tokenizer, self.max_length = model, tokenizer, max_length
-        self.labels, self.texts = list(labels), list(labels.values())
-        self.reduction, self.scoring = loss, scoring
-        self._index = {label: index for index, label in enumerate(self.labels)}
+    def __init__(self, model: Any, tokenizer: Any, *more: Any) -> None:
+        super().__init__(model, tokenizer, *more)
         spelled = pad([tokenizer(text_target=text)["input_ids"] for text in self.texts], IGNORED)
         refuse_foreign_tokens(spelled, tokenizer, model)
         self._answers = spelled.to(next(model.parameters()).device)
-        freeze_all_but(model, self.trainable())
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         device = self._answers.device
@@ -117,8 +107,7 @@ class Seq2SeqBound(Bound):
 
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
         hidden = self._encoded(model, batch).last_hidden_state
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        return (hidden * mask).sum(1) / mask.sum(1)
+        return masked_mean(hidden, batch["attention_mask"])
 
 
 @TASKS.register("seq2seq")

@@ -19,9 +19,15 @@ from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
-from gradfix.tasks.encoders import Encoder, TextEncoder, TwoTowers
+from gradfix.tasks.encoders import (
+    Encoder,
+    OpenClip,
+    TextEncoder,
+    TwoTowers,
+    is_open_clip,
+    open_clip_source,
+)
 from gradfix.tasks.loading import freeze_all_but, locate, read_json
-from gradfix.tasks.open_clip_models import OpenClip, is_open_clip, open_clip_source
 
 HEAD_FILE = "zero_shot_head.safetensors"
 
@@ -108,10 +114,10 @@ class ZeroShot(Task):
             bound = ZeroShotBound(encoder, head.to(device), prompts, scale)
         else:
             other = encoder
-            if head_from is not None and _local(head_from) != _local(source):
+            if head_from is not None and resolve(head_from) != resolve(source):
                 other = self._encoder(head_from, dtype, device)
             bound = ZeroShotBound(encoder, self._head(other), self.prompts, self.scale or other.scale)
-        bound.source = _local(source)
+        bound.source = resolve(source)
         return bound
 
     def _encoder(
@@ -125,18 +131,11 @@ class ZeroShot(Task):
         if path.is_file() or is_open_clip(path):
             architecture, tag = open_clip_source(os.fspath(source), self.architecture)
             return OpenClip(path, dtype, device, architecture=architecture, tag=tag)
-        home = locate(source, base)
+        home = locate(source, base, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
         config = read_json(home.folder / "config.json")
         if "text_config" in config and "vision_config" in config:
-            return TwoTowers(home, dtype, device, trust_remote_code=self.trust_remote_code)
-        return TextEncoder(
-            home,
-            dtype,
-            device,
-            pooling=self.pooling,
-            max_length=self.max_length,
-            trust_remote_code=self.trust_remote_code,
-        )
+            return TwoTowers(home)
+        return TextEncoder(home, pooling=self.pooling, max_length=self.max_length)
 
     def _head(self, encoder: Encoder) -> Tensor:
         """Each prompt normalised, averaged per label, normalised again."""
@@ -197,10 +196,6 @@ def _expanded(prompts: Prompts, templates: Sequence[str]) -> list[str]:
 
 
 def _head_file(source: str | os.PathLike[str]) -> Path | None:
-    local = _local(source)
+    local = resolve(source)
     path = (local if local.is_dir() else local.parent) / HEAD_FILE
     return path if path.is_file() else None
-
-
-def _local(source: str | os.PathLike[str]) -> Path:
-    return resolve(source)

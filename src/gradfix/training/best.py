@@ -22,8 +22,9 @@ from gradfix.training.costs import Work
 from gradfix.training.distil import (
     Batch,
     Lesson,
-    Recipe,
+    Teaching,
     answers,
+    can_teach,
     distil,
     join,
     take,
@@ -31,7 +32,7 @@ from gradfix.training.distil import (
     unbiased_divergence,
 )
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.teacher import can_teach
+from gradfix.training.steps import change, restored
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -70,7 +71,7 @@ def best(
     *,
     teacher: Bound | None = None,
     unlabelled: Sequence[Example] | None = None,
-    recipe: Recipe | None = None,
+    recipe: Teaching | None = None,
     seed: int = 0,
 ) -> Best:
     """One update for `bound.model`, which is left as it was.
@@ -78,7 +79,7 @@ def best(
     `tau` speaks the module's names. `teacher` is the tuned old model with its own head; without one (or where
     the task has no closed label set) alpha and polish look at the few-shot labels alone, which is weaker.
     `unlabelled` examples may carry labels: they are not read."""
-    recipe, began = recipe or Recipe(), time.perf_counter()
+    recipe, began = recipe or Teaching(), time.perf_counter()
     if not examples:
         raise DataError("the best recipe needs labelled examples; check the data and --shots.")
     labelled = bound.collate(examples)
@@ -89,27 +90,17 @@ def best(
     rate = recipe.rate * typical_size(tau, names)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
-    with dialled(bound.model, tau) as dial:
-        before = {name: p.detach().clone() for name, p in bound.model.named_parameters()}
+    with restored(bound.model) as before, dialled(bound.model, tau) as dial:
         dial.turn(alpha)
-        try:
-            passes = distil(bound, labelled, lesson, rate, recipe, seed)
-            update = {name: p.detach() - before[name] for name, p in bound.model.named_parameters()}
-        finally:
-            _put_back(bound, before)
+        passes = distil(bound, labelled, lesson, rate, recipe, seed)
+        update = change(bound.model, before)
     probed = min(recipe.probes, len(lesson)) or min(recipe.labelled, len(examples))
     tried = len(curve) * probed
     work = Work(forward=passes + asked + tried, backward=passes, steps=recipe.steps, vectors=len(curve))
     known = [(at, value if math.isfinite(value) else None) for at, value in curve]  # JSON has no infinity
     parts = {"start_alpha": alpha, "start_curve": known, "rate": rate, "steps": recipe.steps, "asked": asked}
     verdict = "transported" if alpha else "taught"
-    return Best(TaskVector(update), verdict, alpha, parts, work, time.perf_counter() - began)
-
-
-def _put_back(bound: Bound, before: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in bound.model.named_parameters():
-            parameter.copy_(before[name])
+    return Best(update, verdict, alpha, parts, work, time.perf_counter() - began)
 
 
 def _lesson(
@@ -118,7 +109,7 @@ def _lesson(
     examples: Sequence[Example],
     unlabelled: Sequence[Example],
     vocabulary: Tensor | None,
-    recipe: Recipe,
+    recipe: Teaching,
     seed: int,
 ) -> tuple[Lesson, int]:
     """Inputs and the teacher's answers; and how many samples the teacher was asked about.
@@ -199,7 +190,7 @@ def _table(bound: Bound) -> nn.Embedding | None:
 
 
 def _start(
-    bound: Bound, tau: TaskVector, labelled: Batch, lesson: Lesson, recipe: Recipe
+    bound: Bound, tau: TaskVector, labelled: Batch, lesson: Lesson, recipe: Teaching
 ) -> tuple[float, list[tuple[float, float]]]:
     """The alpha at which the target's answers follow the teacher's best, a constant per class aside.
 

@@ -1,27 +1,35 @@
 """Distillation: a few steps that make one model answer like another, without forgetting the labels at hand.
 
-The teacher answers every input once, beforehand. The student is trained in place: the caller decides whether
-its weights are kept."""
+The teacher is the tuned old model. It is rebuilt from what every transport has, base A and the task vector, so a
+LoRA or a vector file serves as well as a full fine-tune; it answers every input once, beforehand. The student is
+trained in place: the caller decides whether its weights are kept."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
-from gradfix.tasks.base import Bound
+from gradfix.tasks.base import Bound, Task
+from gradfix.training.steps import Training, draws, trainable_weights
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.transported import apply
 from gradfix.votes.collect import left_as_it_was
 
 Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Teaching:
     """How the student is taught. The defaults are flat: half or twice of any of them costs little.
 
     `rate` is in units of the task vector's typical size per weight, so it fits models of any width. `betas` forget
@@ -66,6 +74,44 @@ def take(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
     return picked
 
 
+def can_teach(bound: Bound) -> bool:
+    """Whether a model of this task has answers to hand on: scores over a closed label set."""
+    return type(bound).logits is not Bound.logits and bool(bound.labels)
+
+
+def teacher_of(bound: Bound, base: Source, tau: TaskVector, task: Task | None = None) -> Bound | None:
+    """The tuned old model as a bound one: base A with its own head and transform, plus the task vector.
+
+    From an open checkpoint alone, without a task to open it, only models that carry their head can be built;
+    None where nobody can, or where the task has no closed label set to teach."""
+    if not can_teach(bound):
+        return None
+    weight = next(bound.model.parameters())
+    if task is not None and isinstance(base, (str, os.PathLike)):
+        old = task.open(base, dtype=weight.dtype, device=weight.device)
+    elif not hasattr(bound, "head"):
+        old = copy.copy(bound)
+        old.model = copy.deepcopy(bound.model)
+        _fill(old.model, base)
+    else:
+        return None
+    names = dict(old.model.named_parameters())
+    mapped = tau if set(tau) <= set(names) else name_map(old.model, list(tau)).to_module(tau)
+    apply(old.model, {name: delta for name, delta in mapped.items() if name in names})
+    return old
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, base: Source) -> None:
+    """The base's values in place of the model's own, for every tensor that both have."""
+    state: Mapping[str, Tensor] = open_checkpoint(base).state()
+    known = dict(model.named_parameters())
+    if not set(known) <= set(state):
+        state = name_map(model, list(state)).to_module(state)
+    for name in known.keys() & state.keys():
+        known[name].copy_(state[name])
+
+
 @torch.no_grad()
 def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
     """The model's logits, in pieces of similar length."""
@@ -93,36 +139,35 @@ def unbiased_divergence(student: Tensor, teacher: Tensor) -> float:
     return float(divergence(student - (student - teacher).mean(0), teacher).mean())
 
 
-def distil(bound: Bound, labelled: Batch, lesson: Lesson, rate: float, recipe: Recipe, seed: int) -> int:
+def distil(bound: Bound, labelled: Batch, lesson: Lesson, rate: float, teaching: Teaching, seed: int) -> int:
     """Train `bound.model` in place; returns how many samples went forward and backward.
 
     The loss is w * cross-entropy on the labelled samples + the divergence from the teacher on the others, with
     w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone."""
-    names = set(bound.trainable())
-    weights = [p for name, p in bound.model.named_parameters() if name in names and p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=rate, betas=recipe.betas, weight_decay=0.0)
+
+    def diverged(step: int, _: float) -> DataError:
+        return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
+
+    training = Training(
+        trainable_weights(bound),
+        lambda step: rate * _schedule(step, teaching.steps),
+        diverged,
+        betas=teaching.betas,
+    )
     count = len(labelled["labels"])
-    shares = (min(recipe.labelled, count), min(recipe.unlabelled, len(lesson)))
-    draws = [
-        _draws(n, size, seed + 1 + i)
-        for i, (n, size) in enumerate(zip((count, len(lesson)), shares, strict=True))
-    ]
-    weight = count / (count + recipe.prior) if len(lesson) else 1.0
+    shares = (min(teaching.labelled, count), min(teaching.unlabelled, len(lesson)))
+    known, asked = draws(count, shares[0], seed + 1), draws(len(lesson), shares[1], seed + 2)
+    weight = count / (count + teaching.prior) if len(lesson) else 1.0
     with left_as_it_was(bound.model), torch.enable_grad():
-        for step in range(recipe.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate * _schedule(step, recipe.steps)
-            seen = take(labelled, next(draws[0]))
+        for step in range(teaching.steps):
+            seen = take(labelled, torch.tensor(next(known)))
             if len(lesson):
-                loss = _both(bound, seen, lesson.take(next(draws[1])), weight, recipe.temperature)
+                told = lesson.take(torch.tensor(next(asked)))
+                loss = _both(bound, seen, told, weight, teaching.temperature)
             else:
                 loss = bound.loss(bound.model, seen).mean()
-            if not torch.isfinite(loss):
-                raise DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return recipe.steps * sum(shares)
+            training.step(step, [loss])
+    return teaching.steps * sum(shares)
 
 
 def _both(bound: Bound, seen: Batch, lesson: Lesson, weight: float, temperature: float) -> Tensor:
@@ -161,14 +206,3 @@ def _schedule(step: int, steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * (step + 1 - warm) / (steps - warm + 1)))
-
-
-def _draws(count: int, size: int, seed: int) -> Iterator[Tensor]:
-    """Shuffled passes over the rows, cut into batches of one size."""
-    generator = torch.Generator().manual_seed(seed)
-    waiting = torch.empty(0, dtype=torch.long)
-    while True:
-        while len(waiting) < size:
-            waiting = torch.cat([waiting, torch.randperm(count, generator=generator)])
-        yield waiting[:size]
-        waiting = waiting[size:]

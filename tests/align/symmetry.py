@@ -6,38 +6,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.align.aligners import layout_of
 from gradfix.align.alignment import Alignment
-from gradfix.align.head_counts import HeadCounts, config_of
-from gradfix.align.layout import Residual
+from gradfix.align.layout import LayoutOptions, layout_of
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.errors import UsageError
 
+HIDDEN = {
+    "last_hidden_state": ("residual",),
+    "encoder_last_hidden_state": ("residual",),
+    "pooler_output": ("pooler",),
+}
+TOWERS = {"last_hidden_state": ("vision.residual", "text.residual")}
+EMBEDDED = dict.fromkeys(
+    ("0", "1", "image_features", "text_features", "image_embeds", "text_embeds"), ("embedding",)
+)
+ALONE = {"last_hidden_state": ("residual",), "pooler_output": ("embedding", "residual")}
+# Fields of a family's output that come out in permuted order (the hidden states of a model without a head), with the
+# groups that permute them: the first that exists.
+OUTPUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("vit", "bert", "t5", "llama", "gpt2"), HIDDEN),
+    **dict.fromkeys(("vision_tower", "text_tower"), ALONE),
+    "clip": {**EMBEDDED, **TOWERS, "pooler_output": TOWERS["last_hidden_state"]},
+    "siglip": {**EMBEDDED, **TOWERS, "pooler_output": ("embedding",)},
+    "open_clip": EMBEDDED,
+}
 Forward = Callable[[nn.Module], Any]
 
 
 def random_alignment(
-    source: Source | Checkpoint,
-    *,
-    family: str | None = None,
-    heads: HeadCounts | None = None,
-    kv_heads: HeadCounts | None = None,
-    config: Mapping[str, Any] | None = None,
-    residual: Residual = "shared",
-    keep_heads: bool = False,
-    seed: int = 0,
+    source: Source | Checkpoint, *, keep_heads: bool = False, seed: int = 0, **options: Unpack[LayoutOptions]
 ) -> Alignment:
     """A uniformly random element of the family's symmetry; `keep_heads` leaves the order of heads alone."""
     checkpoint = open_checkpoint(source)
-    known = config or config_of(checkpoint)
-    layout = layout_of(
-        checkpoint, family=family, heads=heads, kv_heads=kv_heads, config=known, residual=residual
-    )
+    layout = layout_of(checkpoint, **options)
     stacks = layout.stacks({name: tuple(checkpoint.info(name).shape) for name in checkpoint.names()})
     generator = torch.Generator().manual_seed(seed)
     groups = {}
@@ -91,7 +97,7 @@ def _error(expected: Tensor, got: Tensor) -> float:
 def _moved(alignment: Alignment, name: str, output: Tensor) -> Tensor:
     """An output in the order the permuted model gives it."""
     layout = alignment.layout
-    for group in layout.family.outputs.get(name, ()):
+    for group in OUTPUTS.get(layout.family.name, {}).get(name, ()):
         stack = alignment.groups.get(layout.replaced.get(group, group))
         if stack is not None and stack.shape[1] == output.shape[-1]:
             return output.index_select(-1, stack[0].to(output.device))

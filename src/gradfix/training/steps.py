@@ -1,0 +1,150 @@
+"""The one training loop: steps of AdamW, the order of the examples, the rates, and the way back.
+
+Fine-tuning, few-shot fine-tuning and lessons from a teacher differ in their losses and in what they do between
+two steps; the steps themselves are these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.errors import GradfixError
+from gradfix.registry import Registry
+from gradfix.tasks.base import Bound
+from gradfix.vectors.taskvector import TaskVector
+
+Schedule = Callable[[float], float]
+SCHEDULES: Registry[Schedule] = Registry("schedule")
+
+
+@SCHEDULES.register("cosine")
+def cosine(done: float) -> float:
+    """From 1 to 0 along half a cosine; `done` is the share of the steps after the warm-up."""
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+@SCHEDULES.register("linear")
+def linear(done: float) -> float:
+    return 1 - done
+
+
+@SCHEDULES.register("constant")
+def constant(done: float) -> float:
+    return 1.0
+
+
+def warmed(step: int, lr: float, steps: int, warm: int, schedule: Schedule = cosine) -> float:
+    """The learning rate of a step, counted from 0: linear over `warm` steps, then as the schedule says."""
+    if step < warm:
+        return lr * (step + 1) / warm
+    return lr * schedule((step - warm) / max(steps - warm, 1))
+
+
+def draws(count: int, size: int, seed: int) -> Iterator[list[int]]:
+    """The rows of each step: shuffled passes over `count` examples, cut into batches of one size."""
+    generator = torch.Generator().manual_seed(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < size:
+            waiting += torch.randperm(count, generator=generator).tolist()
+        yield waiting[:size]
+        waiting = waiting[size:]
+
+
+class Training:
+    """Named parameters under AdamW. `rate` and `diverged` are told the step's number, counted from 0.
+
+    A loss that is not finite raises what `diverged` makes of it. With `masters`, half-precision weights are stepped
+    through float32 copies, because a step of 1e-5 rounds away in bfloat16."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        rate: Callable[[int], float],
+        diverged: Callable[[int, float], GradfixError],
+        *,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        masters: bool = False,
+    ) -> None:
+        exact = (torch.float32, torch.float64)
+        self.parameters, self.rate, self.diverged = parameters, rate, diverged
+        self.masters = {
+            name: nn.Parameter(p.detach().float()) if masters and p.dtype not in exact else p
+            for name, p in parameters.items()
+        }
+        self.optimizer = torch.optim.AdamW(
+            list(self.masters.values()), weight_decay=weight_decay, betas=betas
+        )
+
+    def step(self, number: int, losses: Iterable[Tensor]) -> None:
+        """One step down the sum of the losses, each sent backward before the next is asked for."""
+        for loss in losses:
+            if not torch.isfinite(loss):
+                raise self.diverged(number, float(loss.detach()))
+            loss.backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(number)
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter and parameter.grad is not None:
+                master.grad = parameter.grad.to(master.dtype)
+                parameter.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, named "weight/NAME", "exp_avg/NAME", ..."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            tensors[f"weight/{name}"] = master
+            for kind, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{kind}/{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Go on from a `state`."""
+        places = {name: index for index, name in enumerate(self.masters)}
+        moments: dict[int, dict[str, Tensor]] = {}
+        for entry, tensor in tensors:
+            kind, _, name = entry.partition("/")
+            if kind == "weight":
+                self.masters[name].copy_(tensor)
+            else:
+                moments.setdefault(places[name], {})[kind] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self._publish()
+
+
+def trainable_weights(bound: Bound) -> dict[str, nn.Parameter]:
+    names = set(bound.trainable())
+    return {name: p for name, p in bound.model.named_parameters() if name in names and p.requires_grad}
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights before, by name; they come back bit for bit."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])
+
+
+def change(model: nn.Module, before: Mapping[str, Tensor]) -> TaskVector:
+    """What training changed, in the weights' own dtype."""
+    return TaskVector({name: p.detach() - before[name] for name, p in model.named_parameters()})
