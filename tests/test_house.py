@@ -24,7 +24,7 @@ def test_every_package_has_its_floor():
     assert set(packages()) == set(FLOORS)
 
 
-@pytest.mark.parametrize("package", (ROOT, *FLOORS))
+@pytest.mark.parametrize("package", [ROOT, *FLOORS])
 def test_no_package_imports_from_above(package):
     order = (ROOT, *FLOORS)
     below = set(order[: order.index(package) + 1])

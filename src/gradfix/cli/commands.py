@@ -207,7 +207,7 @@ def _merge(config: configs.MergeConfigOptions, *, json_out: str | None, quiet: b
 def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: bool) -> None:
     from gradfix.experiments import plan_reproduce
 
-    job = plan_reproduce(config)
+    job = plan_reproduce(config.table, config.suite, quick=config.quick, out=config.out, local=config.local)
     say_notes([job.estimate.words], quiet)
     if config.dry_run:
         say(f"would reproduce {config.table} of the {config.suite} suite", quiet)

@@ -23,7 +23,7 @@ from gradfix.checkpoints.save import save_like
 from gradfix.data import Dataset
 from gradfix.experiments import catalogue
 from gradfix.experiments.catalogue import Declared
-from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
+from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, SupportSet
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Arena
 from gradfix.tasks.base import Bound, Task
@@ -37,7 +37,7 @@ FEW = Search(wider=(), rates=(1e-6, 1e-5, 1e-4), steps=(5, 10, 20, 40))
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelPair:
     """A pair of checkpoints of one architecture; sizes are for the estimate."""
 
     base: str
@@ -60,7 +60,7 @@ class HubSuite(Suite):
     out: Path = Path("gradfix-reproduce")
     scenes_kept = 2  # a large model and its vectors take gigabytes
     asks_first = True
-    models: Mapping[str, Model] = field(default_factory=dict, init=False)
+    models: Mapping[str, ModelPair] = field(default_factory=dict, init=False)
     datasets: Mapping[str, Declared] = field(default_factory=dict, init=False)
     _data: dict[str, Dataset] = field(default_factory=dict, init=False, repr=False)
     _stage: Callable[[str], None] = field(default=lambda _: None, init=False, repr=False)
@@ -229,8 +229,8 @@ SOURCE_TAGS = (
 )
 """The paper uses five sources without naming them; these are five released ViT-B-16 of one architecture."""
 
-OPEN_CLIP: Mapping[str, Model] = {
-    "ViT-B-16": Model(
+OPEN_CLIP: Mapping[str, ModelPair] = {
+    "ViT-B-16": ModelPair(
         B16 + "datacomp_xl_s13b_b90k",
         B16 + "laion2b_s34b_b88k",
         86e6,
@@ -238,7 +238,7 @@ OPEN_CLIP: Mapping[str, Model] = {
         197,
         tuple(B16 + tag for tag in SOURCE_TAGS),
     ),
-    "ViT-L-14": Model(L14 + "datacomp_xl_s13b_b90k", L14 + "laion2b_s32b_b82k", 304e6, 428e6, 257),
+    "ViT-L-14": ModelPair(L14 + "datacomp_xl_s13b_b90k", L14 + "laion2b_s32b_b82k", 304e6, 428e6, 257),
 }
 
 
@@ -261,11 +261,11 @@ class OpenClipSuite(HubSuite):
     def _support_data(self) -> Dataset:
         return catalogue.load(catalogue.IMAGENET_R, self.local)
 
-    def support(self, pair: str, side: str) -> Side:
+    def support(self, pair: str, side: str) -> SupportSet:
         data, model = self._support_data, self.models[pair]
         source = model.base if side == "base" else model.target
         bound = self.make_task(data).open(self.where(source), device=self.device)
-        return Side(bound, data.splits["test"])
+        return SupportSet(bound, data.splits["test"])
 
     def source_tasks(self) -> tuple[str, ...]:
         return self.tasks(self.pairs[0])
@@ -275,7 +275,9 @@ class OpenClipSuite(HubSuite):
         return [TaskVector.between(self.where(name), self.finetuned(name, task)) for name in names]
 
 
-T5: Mapping[str, Model] = {"T5": Model("google/t5-v1_1-base", "google/flan-t5-base", 248e6, 248e6, 64)}
+T5: Mapping[str, ModelPair] = {
+    "T5": ModelPair("google/t5-v1_1-base", "google/flan-t5-base", 248e6, 248e6, 64)
+}
 
 
 @SUITES.register("t5")

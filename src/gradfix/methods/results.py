@@ -143,11 +143,6 @@ class Results:
             why = " ".join(repr(error).split())[:80]
             raise CorruptInput(f"{path} is not a results file of gradfix compare ({why}).") from None
 
-    def to_markdown(self) -> str:
-        from gradfix.report.markdown import to_markdown
-
-        return to_markdown(self)
-
     def _repr_html_(self) -> str:
         from gradfix.vectors.diagnostics import notebook_table
 
