@@ -39,11 +39,7 @@ class Declared:
         return len(self.classes) if self.classes is not None else 200
 
 
-SATELLITE = (
-    "a satellite picture of {}.",
-    "{} seen from above.",
-    "an aerial view that shows {}.",
-)
+SATELLITE = ("a satellite picture of {}.", "{} seen from above.", "an aerial view that shows {}.")
 SIGNS = ("a traffic sign: {}.", 'a close-up of the road sign "{}".', "a photo of a {} traffic sign.")
 DIGITS = (
     'a house number with the digit "{}".',
@@ -88,75 +84,34 @@ DTD_CLASSES = (
 )  # fmt: skip
 
 VISION: Mapping[str, Declared] = {
-    "eurosat": Declared(
-        hub="tanganke/eurosat", classes=EUROSAT_CLASSES, templates=SATELLITE, size=(21_600, 2_700)
-    ),
-    "svhn": Declared(
-        hub="ufldl-stanford/svhn",
-        config="cropped_digits",
-        classes=tuple("0123456789"),
-        templates=DIGITS,
-        size=(73_257, 26_032),
-    ),
+    "eurosat": Declared(hub="tanganke/eurosat", classes=EUROSAT_CLASSES, templates=SATELLITE, size=(21_600, 2_700)),
+    "svhn": Declared(hub="ufldl-stanford/svhn", config="cropped_digits", classes=tuple("0123456789"), templates=DIGITS,
+                     size=(73_257, 26_032)),
     "gtsrb": Declared(hub="tanganke/gtsrb", classes=GTSRB_CLASSES, templates=SIGNS, size=(26_640, 12_630)),
-    "resisc45": Declared(
-        hub="tanganke/resisc45", classes=RESISC45_CLASSES, templates=SATELLITE, size=(18_900, 6_300)
-    ),
+    "resisc45": Declared(hub="tanganke/resisc45", classes=RESISC45_CLASSES, templates=SATELLITE, size=(18_900, 6_300)),
     "dtd": Declared(hub="tanganke/dtd", classes=DTD_CLASSES, templates=TEXTURES, size=(3_760, 1_880)),
-}
+}  # fmt: skip
 IMAGENET_R = Declared(
     hub="axiong/imagenet-r", train=None, label="class_name", templates=THINGS, size=(0, 30_000)
 )
 
 _PAIR = "Premise: {%s} Claim: {%s} Does the premise entail the claim, contradict it, or neither?"
 _YES_NO = "Premise: {%s} Claim: {%s} Does the claim follow from the premise?"
+_ENTAILMENT = ("entailment", "neutral", "contradiction")
 TEXT: Mapping[str, Declared] = {
-    "snli": Declared(
-        hub="stanfordnlp/snli",
-        validation="validation",
-        image=None,
-        text=_PAIR % ("premise", "hypothesis"),
-        classes=("entailment", "neutral", "contradiction"),
-        size=(549_367, 9_824),
-    ),
-    "mnli": Declared(
-        hub="nyu-mll/glue",
-        config="mnli",
-        test="validation_matched",
-        image=None,
-        text=_PAIR % ("premise", "hypothesis"),
-        classes=("entailment", "neutral", "contradiction"),
-        size=(392_702, 9_815),
-    ),
-    "rte": Declared(
-        hub="nyu-mll/glue",
-        config="rte",
-        test="validation",
-        image=None,
-        text=_YES_NO % ("sentence1", "sentence2"),
-        classes=("yes", "no"),
-        size=(2_490, 277),
-    ),
-    "qnli": Declared(
-        hub="nyu-mll/glue",
-        config="qnli",
-        test="validation",
-        image=None,
-        text="Question: {question} Sentence: {sentence} Does the sentence hold the answer?",
-        classes=("yes", "no"),
-        size=(104_743, 5_463),
-    ),
-    "scitail": Declared(
-        hub="allenai/scitail",
-        config="snli_format",
-        validation="validation",
-        label="gold_label",
-        image=None,
-        text=_YES_NO % ("sentence1", "sentence2"),
-        classes={"entailment": "yes", "neutral": "no"},
-        size=(23_596, 2_126),
-    ),
-}
+    "snli": Declared(hub="stanfordnlp/snli", validation="validation", image=None,
+                     text=_PAIR % ("premise", "hypothesis"), classes=_ENTAILMENT, size=(549_367, 9_824)),
+    "mnli": Declared(hub="nyu-mll/glue", config="mnli", test="validation_matched", image=None,
+                     text=_PAIR % ("premise", "hypothesis"), classes=_ENTAILMENT, size=(392_702, 9_815)),
+    "rte": Declared(hub="nyu-mll/glue", config="rte", test="validation", image=None,
+                    text=_YES_NO % ("sentence1", "sentence2"), classes=("yes", "no"), size=(2_490, 277)),
+    "qnli": Declared(hub="nyu-mll/glue", config="qnli", test="validation", image=None,
+                     text="Question: {question} Sentence: {sentence} Does the sentence hold the answer?",
+                     classes=("yes", "no"), size=(104_743, 5_463)),
+    "scitail": Declared(hub="allenai/scitail", config="snli_format", validation="validation", label="gold_label",
+                        image=None, text=_YES_NO % ("sentence1", "sentence2"),
+                        classes={"entailment": "yes", "neutral": "no"}, size=(23_596, 2_126)),
+}  # fmt: skip
 
 
 def load(declared: Declared, local: Mapping[str, str]) -> Dataset:
@@ -225,7 +180,6 @@ def _cut(train: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """A tenth of the training split for choosing, at most 5000 examples, the same ones every time."""
     count = min(VALIDATION_MOST, max(1, round(VALIDATION_SHARE * len(train))))
     held = set(random.Random(0).sample(range(len(train)), count))
-    return (
-        [row for index, row in enumerate(train) if index not in held],
-        [train[index] for index in sorted(held)],
-    )
+    return [row for index, row in enumerate(train) if index not in held], [
+        train[index] for index in sorted(held)
+    ]

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gradfix.experiments.catalogue import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, SupportSet
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Arena
-from gradfix.tasks.base import Bound, Task
+from gradfix.tasks.base import Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import Recipe, finetune
@@ -115,14 +115,8 @@ class HubSuite(Suite):
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
         samples = len(data.splits["train"]) + len(data.splits["validation"])
-        return Scene(
-            arena,
-            lambda: opener.open(base, device=self.device),
-            samples,
-            len(data.labels),
-            size,
-            model.tokens,
-        )
+        old = partial(opener.open, base, device=self.device)
+        return Scene(arena, old, samples, len(data.labels), size, model.tokens)
 
     def finetuned(self, model: str, task: str) -> Path:
         """The checkpoint of a base fine-tuned on a task: from the out folder, or made now."""
@@ -138,14 +132,11 @@ class HubSuite(Suite):
         part = folder.with_name(f".{name}.finetune")
         part.parent.mkdir(parents=True, exist_ok=True)
         finetune(
-            bound,
-            data.splits["train"],
-            checkpoint=part,
-            micro_batch=self.micro_batch,
-            progress=self._steps(f"fine-tuning {model} on {task}"),
-            **asdict(self.recipe),
-        )
-        self._save(bound, model, folder)
+            bound, data.splits["train"], checkpoint=part, micro_batch=self.micro_batch,
+            progress=self._steps(f"fine-tuning {model} on {task}"), **asdict(self.recipe),
+        )  # fmt: skip
+        source, made = open_checkpoint(self.where(model)), {"recipe": asdict(self.recipe)}
+        save_like(source, bound.model, folder, details=made, extras=bound.save_extras)
         part.unlink(missing_ok=True)
         return folder
 
@@ -158,12 +149,6 @@ class HubSuite(Suite):
             self._stage(f"{what}: step {done} of {self.recipe.steps}")
 
         return tell
-
-    def _save(self, bound: Bound, model: str, folder: Path) -> None:
-        source = open_checkpoint(self.where(model))
-        save_like(
-            source, bound.model, folder, details={"recipe": asdict(self.recipe)}, extras=bound.save_extras
-        )
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -230,16 +215,10 @@ SOURCE_TAGS = (
 """The paper uses five sources without naming them; these are five released ViT-B-16 of one architecture."""
 
 OPEN_CLIP: Mapping[str, ModelPair] = {
-    "ViT-B-16": ModelPair(
-        B16 + "datacomp_xl_s13b_b90k",
-        B16 + "laion2b_s34b_b88k",
-        86e6,
-        150e6,
-        197,
-        tuple(B16 + tag for tag in SOURCE_TAGS),
-    ),
+    "ViT-B-16": ModelPair(B16 + "datacomp_xl_s13b_b90k", B16 + "laion2b_s34b_b88k", 86e6, 150e6, 197,
+                          tuple(B16 + tag for tag in SOURCE_TAGS)),
     "ViT-L-14": ModelPair(L14 + "datacomp_xl_s13b_b90k", L14 + "laion2b_s32b_b82k", 304e6, 428e6, 257),
-}
+}  # fmt: skip
 
 
 @SUITES.register("openclip")
