@@ -9,7 +9,7 @@ from typing import Any
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
-from gradfix.commands.halving import halving_batches, in_notes
+from gradfix.commands.guard import halving_batches, in_notes
 from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.methods.results import Results

@@ -1,6 +1,6 @@
 """`--dry-run` of the commands whose work cannot be undone by reading: the same checks, one sentence, no file.
 
-transport, finetune, merge, push and init have theirs in their own workflow."""
+transport, finetune, merge, select, push and init have theirs in their own workflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.prefix import match_prefix
-from gradfix.commands.configs import CompareConfig, ReportConfig, SelectConfig, VoteConfig
+from gradfix.commands.configs import CompareConfig, ReportConfig, VoteConfig
 from gradfix.commands.setting import NO_VALIDATION, draw, make_task, read_data, read_unlabelled, setting
 from gradfix.data import Dataset, Row, check_disjoint
 from gradfix.errors import DataError
@@ -19,12 +19,6 @@ def plan_vote(config: VoteConfig) -> str:
     shots = draw(setting(config), config, base=config.base)
     target = open_checkpoint(config.target)
     return f"would ask {target} about {len(shots.fewshot)} examples and write the votes to {config.out}"
-
-
-def plan_select(config: SelectConfig) -> str:
-    start = setting(config)
-    shots = draw(start, config, base=config.base)
-    return f"would write {len(shots.indices)} examples chosen by {config.select} to {config.out}"
 
 
 def plan_compare(config: CompareConfig) -> str:

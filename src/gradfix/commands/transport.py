@@ -22,8 +22,7 @@ from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.choosing import Choice, ScaleSearch
 from gradfix.commands.configs import TransportConfig, given
-from gradfix.commands.guard import number_or_auto, refuse_broken, sole_writer
-from gradfix.commands.halving import halving_batches, in_notes
+from gradfix.commands.guard import halving_batches, in_notes, number_or_auto, refuse_broken, sole_writer
 from gradfix.commands.made import made
 from gradfix.commands.outcome import TransportResult
 from gradfix.commands.page import write_page
