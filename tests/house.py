@@ -5,6 +5,7 @@ Imports are read from the source, those inside functions included; what only the
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -104,3 +105,61 @@ def first_line(path: Path) -> str:
     doc = ast.get_docstring(tree(path))
     assert doc, f"{path} has no docstring"
     return doc.splitlines()[0].rstrip(".:")
+
+
+PITCH, NAMES, TOP = (
+    26,
+    112,
+    104,
+)  # pixels: a row's height, the width of the names, the height of the column heads
+
+
+def picture() -> str:
+    """Who imports whom, as SVG: a row for every package, the ground below, a dot in the column of what it imports."""
+    order = (ROOT, *FLOORS)
+    graph = package_imports()
+    wide, high = NAMES + PITCH * len(order) + 60, TOP + PITCH * len(order) + 34
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" role="img" '
+        'aria-label="Packages of gradfix, the upper ones importing the lower ones" '
+        'font-family="sans-serif" font-size="13">',
+        f'  <rect width="{wide}" height="{high}" fill="#ffffff"/>',
+    ]
+    for row, name in enumerate(reversed(order)):
+        y = TOP + PITCH * row
+        x = NAMES + PITCH * (len(order) - 1 - row)
+        shade = "#f4f8fb" if row % 2 else "#eaf2f8"
+        parts.append(
+            f'  <rect x="0" y="{y}" width="{NAMES + PITCH * len(order)}" height="{PITCH}" fill="{shade}"/>'
+        )
+        parts.append(f'  <rect x="{x}" y="{y}" width="{PITCH}" height="{PITCH}" fill="#aed6f1"/>')
+        parts.append(f'  <text x="{NAMES - 10}" y="{y + 18}" text-anchor="end">{name}</text>')
+    for column, name in enumerate(order):
+        x = NAMES + PITCH * column + PITCH // 2
+        head = f'x="{x + 4}" y="{TOP - 8}" transform="rotate(-60 {x + 4} {TOP - 8})"'
+        parts.append(f"  <text {head}>{name}</text>")
+        for row, other in enumerate(reversed(order)):
+            if name in graph[other]:
+                parts.append(
+                    f'  <circle cx="{x}" cy="{TOP + PITCH * row + PITCH // 2}" r="5" fill="#1f618d"/>'
+                )
+    caption = "A dot: the package of this row imports that of this column. All dots are left of the diagonal."
+    parts.append(f'  <text x="10" y="{high - 12}" font-size="12" fill="#5d6d7e">{caption}</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def package_lines() -> str:
+    """One line per package, from the ground up, in its own words."""
+    ground = ", ".join(f"`{file.name}`" for file in sorted(SOURCE.glob("*.py")) if file.stem != "__init__")
+    lines = [f"- the root: {ground}"]
+    for name in FLOORS:
+        lines.append(f"- `{name}/`: {escaped(first_line(SOURCE / name / '__init__.py'))}")
+    return "\n".join(lines)
+
+
+def escaped(text: str) -> str:
+    """Outside code, Markdown's own signs stand for themselves."""
+    pieces = text.split("`")
+    return "`".join(
+        re.sub(r"([*_<>])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(pieces)
+    )
