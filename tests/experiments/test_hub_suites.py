@@ -12,9 +12,9 @@ from gradfix import pocket
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.data import few_shot
 from gradfix.errors import DataError
-from gradfix.experiments import catalogue, plan_reproduce
-from gradfix.experiments.catalogue import IMAGENET_R, TEXT, VISION, load
+from gradfix.experiments import paper, plan_reproduce
 from gradfix.experiments.hub_suites import OPEN_CLIP, T5, HubSuite, OpenClipSuite, T5Suite
+from gradfix.experiments.paper import IMAGENET_R, TEXT, VISION, load
 from gradfix.experiments.suite import Grid, PocketSuite
 from gradfix.methods.methods import METHODS
 from gradfix.methods.search import Search
@@ -32,7 +32,7 @@ SMALL_VISION = {
 }
 
 
-def key(declared: catalogue.Declared) -> str:
+def key(declared: paper.Declared) -> str:
     return f"{declared.hub}:{declared.config}" if declared.config else declared.hub
 
 

@@ -21,8 +21,8 @@ from gradfix.align import align
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
 from gradfix.data import Dataset
-from gradfix.experiments import catalogue
-from gradfix.experiments.catalogue import Declared
+from gradfix.experiments import paper
+from gradfix.experiments.paper import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, SupportSet
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Arena
@@ -87,7 +87,7 @@ class HubSuite(Suite):
 
     def data(self, task: str) -> Dataset:
         if task not in self._data:
-            self._data[task] = catalogue.load(self.datasets[task], self.local)
+            self._data[task] = paper.load(self.datasets[task], self.local)
         return self._data[task]
 
     def where(self, model: str) -> str:
@@ -191,7 +191,7 @@ class HubSuite(Suite):
 
     def _passes(self, question: Any, data: Declared) -> float:
         train, test = data.size
-        validation = min(catalogue.VALIDATION_MOST, train * catalogue.VALIDATION_SHARE)
+        validation = min(paper.VALIDATION_MOST, train * paper.VALIDATION_SHARE)
         shots = (question.get("shots") or 0) * data.class_count
         return 6 * shots + 2 * (len(self.grid.search.alphas) * validation + test)
 
@@ -230,7 +230,7 @@ class OpenClipSuite(HubSuite):
     domain = "vision"
 
     def __post_init__(self) -> None:
-        self.models, self.datasets = OPEN_CLIP, catalogue.VISION
+        self.models, self.datasets = OPEN_CLIP, paper.VISION
         self.grid = _grid(self.quick, (1, 2, 5, 10, 20, 50), (1, 2, 5), 5)
 
     def make_task(self, data: Dataset) -> Task:
@@ -238,7 +238,7 @@ class OpenClipSuite(HubSuite):
 
     @cached_property
     def _support_data(self) -> Dataset:
-        return catalogue.load(catalogue.IMAGENET_R, self.local)
+        return paper.load(paper.IMAGENET_R, self.local)
 
     def support(self, pair: str, side: str) -> SupportSet:
         data, model = self._support_data, self.models[pair]
@@ -268,7 +268,7 @@ class T5Suite(HubSuite):
     domain = "text"
 
     def __post_init__(self) -> None:
-        self.models, self.datasets = T5, catalogue.TEXT
+        self.models, self.datasets = T5, paper.TEXT
         self.grid = _grid(self.quick, (50,), (50,), 50)
 
     def make_task(self, data: Dataset) -> Task:
