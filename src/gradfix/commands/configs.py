@@ -96,6 +96,15 @@ class ShotOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrioOptions:
+    """The three checkpoints, and what shapes them."""
+
+    base: str = option("The old base model.", required=True)
+    tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
+    target: str = option("The new base model.", required=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VoteConfig(ShotOptions):
     """Take a target's votes and save them for any number of transports."""
 
@@ -131,12 +140,9 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportConfig(ShotOptions):
+class TransportConfig(TrioOptions, ShotOptions):
     """Move a fine-tune onto a new base model."""
 
-    base: str = option("The old base model.", required=True)
-    tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
-    target: str = option("The new base model.", required=True)
     out: str = option("Folder to write.", required=True)
     method: str = option(
         "A method of compare (best is our recipe), or mask: the options below.", "mask", choices=METHODS
@@ -211,12 +217,9 @@ class SelectConfig(ShotOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(DataOptions):
+class CompareConfig(TrioOptions, DataOptions):
     """All methods side by side under one label budget, with a verdict."""
 
-    base: str = option("The old base model.", required=True)
-    tuned: str = option("Your fine-tune of the old base.", required=True)
-    target: str = option("The new base model.", required=True)
     target_tuned: str | None = option("A full fine-tune of the target, for the oracle and the upper line.")
     finetune_target: bool = option(
         "Fine-tune the target on the train split when no --target-tuned is given.", False

@@ -19,45 +19,6 @@ COLOURS = ("#2f6f9f", "#c2571a", "#3d8b4f", "#7d4f9e")
 MARKERS = "os^D"
 VERDICTS = (HOLDS, PARTLY, FAILS)
 
-OPENING = """# Reproduction
-
-What the paper claims, and what the embedded models show. The {suite} suite is small: vision transformers of about
-a million weights, three corruptions of clothing images as tasks, and two targets for one old base. "unrelated" shares
-nothing with the old base but the architecture, as in the paper; "related" was continued from the same ancestor. A
-claim that fails here may hold at the paper's scale and the other way round; this page says what was measured.
-
-Made by `{command}`: {words}, {minutes:.0f} minutes of
-measuring (wall time of all measurements added up; two processes share them, and a busy machine takes longer).
-
-A difference counts from one point of accuracy upwards; "at the level" and "near" mean within two points. A claim
-**holds** when it does in every comparison made for it (each task, each budget), **holds partly** when it does in some,
-**does not hold** when it does in none.
-
-Where the protocol differs from the paper's: alpha is chosen on validation images and never on test, 0 is always a
-candidate ("do not transport"), and a few-shot fine-tune with tuned rate and steps stands beside the paper's single
-step. The paper's figures in the tables are for ViT-B/16 on its own five tasks: they show the pattern to look for, not
-a number to hit.
-"""
-
-CLOSING = """
-## The paper's own models
-
-    gradfix reproduce all --suite openclip --out runs/openclip
-    gradfix reproduce all --suite t5 --out runs/t5
-
-Both download the paper's checkpoints and datasets, print a cost estimate and ask before they start, keep every
-fine-tune and every finished measurement in the out folder, and go on where they were interrupted. Without a
-connection, `--local google/flan-t5-base=FOLDER tanganke/dtd=FOLDER` puts folders in their place. These two suites
-have been run here on tiny stand-ins in the same formats only: their figures are still to be made.
-
-The paper does not name the five sources of its multi-source table; the suite takes five released ViT-B-16. It does not
-give the budget of its alpha figure and alpha table; ours is in the title of each table.
-
-Checking the paper's tables against themselves: the printed averages of ViT-L/14 with GradFix at 5, 10, 20 and 50 per
-class are 0.07 to 0.17 points below the average of their cells (ours are averages of the cells), and the supervision
-shares of DTD are slightly lower than its 5,640 images in 47 classes give (41.49 against 41.67 %).
-"""
-
 
 def markdown(table: Mapping[str, Any]) -> str:
     """A table with its claims, as Markdown."""
@@ -123,14 +84,16 @@ def document(results: Mapping[str, Any]) -> str:
     command = f"gradfix reproduce all --suite {results['suite']}{flag}"
     words = "the quick grid: fewer seeds, budgets, alphas and test images" if quick else "the full grid"
     units = float(results.get("measured_seconds", 0.0))
-    parts = [OPENING.format(suite=results["suite"], command=command, words=words, minutes=units / 60)]
-    parts.append(_counts(tables))
+    parts = [_counts(tables)]
     for name in VERDICTS[::-1]:
         parts.append(_verdict_section(name, tables, results["suite"], flag))
     parts.append("\n# Tables\n")
     for name, table in tables.items():
         parts.append(f"\n{markdown(table)}\n`gradfix reproduce {name} --suite {results['suite']}{flag}`\n")
-    return "".join(parts) + CLOSING
+    page = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    return page.format(
+        suite=results["suite"], command=command, words=words, minutes=units / 60, content="".join(parts)
+    )
 
 
 def _counts(tables: Mapping[str, Any]) -> str:

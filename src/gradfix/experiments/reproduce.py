@@ -24,7 +24,6 @@ from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import UsageError
 from gradfix.experiments import paper
-from gradfix.experiments.document import draw, markdown
 from gradfix.experiments.experiment import EXPERIMENTS, Questions, text_rows
 from gradfix.experiments.measures import Answer, OpenSuite, Question
 from gradfix.experiments.suite import SUITES, Estimate, Suite
@@ -156,6 +155,11 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 def _write(content: Mapping[str, Mapping[str, Any]], out: Path) -> None:
     """One Markdown and one JSON file per table, and the figures."""
+    from gradfix.experiments.document import (
+        draw,
+        markdown,
+    )  # a script as well: imported early, it would run twice
+
     for name, table in content.items():
         path = out / "tables" / f"{name}.json"
         write_text(path, json.dumps(table, indent=1) + "\n")
