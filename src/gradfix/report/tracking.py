@@ -14,6 +14,7 @@ from typing import Any
 from gradfix.errors import UsageError
 from gradfix.methods.results import Results
 from gradfix.registry import Registry
+from gradfix.report.markdown import to_markdown
 
 Send = Callable[[Results, str], None]
 CURVE_STEPS = 1000  # trackers count in whole steps: alpha 0.25 is step 250
@@ -80,7 +81,7 @@ def to_tensorboard(results: Results, folder: str) -> None:
         for name, value, step in scalars(results):
             writer.add_scalar(name, value, step)
         writer.add_text("verdict", str(results.verdict.get("text", "")))
-        writer.add_text("table", results.to_markdown())
+        writer.add_text("table", to_markdown(results))
 
 
 @tracker("wandb", "wandb")
