@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from gradfix.cli import run
+from gradfix.cli.commands import COMMANDS
 from gradfix.cli.options import expand_lists
-from gradfix.commands.configs import CompareConfig
+from gradfix.commands.configs import CompareConfig, help_text
 from tests.stage import setup
 
 TRIO = ["--base", "bert-old", "--tuned", "bert-old-reviews", "--target", "bert-new"]
@@ -159,3 +163,28 @@ def test_two_labels_of_one_file_are_scored_apart(here):
     assert run(["merge", recipe(here, moods=True), "--dry-run", "--json", "m.json"]) == 0
     tasks = json.loads(Path("m.json").read_text())["tasks"]
     assert set(tasks) == {"reviews", "reviews (label_column mood)"}
+
+
+WITH_CHOICES = [
+    (command, field)
+    for command, (kind, _) in COMMANDS.items()
+    for field in fields(kind)
+    if field.metadata["choices"]
+]
+
+
+@pytest.mark.parametrize(("command", "field"), WITH_CHOICES, ids=lambda one: getattr(one, "name", one))
+def test_help_lists_the_names_of_the_registry(command, field):
+    registry = resolve_name(field.metadata["choices"])
+    shown = help_text(field)
+    assert all(re.search(rf"\b{re.escape(name)}\b", shown) for name in registry)
+
+
+def test_no_help_text_spells_a_registry_out():
+    """A list typed into a help text is one that a new plug-in is missing from; a pair of names may be meant."""
+    registries = {field.metadata["choices"]: None for _, field in WITH_CHOICES}
+    for kind, _ in COMMANDS.values():
+        for field in fields(kind):
+            words = set(re.findall(r"[\w-]+", field.metadata["help"]))
+            for home in registries:
+                assert len(words & set(resolve_name(home))) < 3, (field.name, home)

@@ -1,13 +1,12 @@
-"""The documentation is true: its commands run, its options exist, its links lead somewhere, its list of modules is the tree.
+"""The documentation is true: its commands run, its options exist, its links lead somewhere, its picture is the tree.
 
 Pages are run top to bottom in a folder of their own. `<!-- setup: NAME -->` on the first line fills it with
 tiny models; `<!-- needs: hub -->` before a block means that it is only checked for known options;
 `<!-- file: NAME -->` before a block writes it to a file. `python -m tests.test_docs --write` refreshes the
-module list of docs/architecture.md and adds new pages to the navigation."""
+picture and the list of packages of docs/architecture.md and adds new pages to the navigation."""
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import sys
@@ -16,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.house import SOURCE, package_lines, picture
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-SOURCE = ROOT / "src" / "gradfix"
 FENCE = re.compile(r"^( *)(?:<!-- (needs|file): ([^>]+?) -->\n\1)?```(\w+)[^\n]*\n(.*?)^\1```", re.M | re.S)
-BEGIN, END = "<!-- modules: begin -->", "<!-- modules: end -->"
+BEGIN, END = "<!-- packages: begin -->", "<!-- packages: end -->"
+PICTURE = DOCS / "assets" / "house.svg"
+STOPS = 10  # of a walk through the house
 SHELL, OTHER_TOOLS = ("bash", "console"), ("pip", "make", "git", "cd", "hf", "python", "pytest")
 PAGES = sorted(
     [
@@ -157,46 +159,34 @@ def test_every_page_is_in_the_navigation():
     assert unlisted() == set(), "run `python -m tests.test_docs --write`"
 
 
-def first_line(path: Path) -> str:
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert doc, f"{path} has no docstring"
-    return doc.splitlines()[0].rstrip(".:")
-
-
-def module_list() -> str:
-    """One line per module: package by package, the top level first."""
-    homes: dict[Path, list[Path]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        homes.setdefault(path.parent, []).append(path)
-    parts = []
-    for home in sorted(homes, key=lambda p: (p != SOURCE, p.as_posix())):
-        relative = home.relative_to(SOURCE.parent).as_posix()
-        title = first_line(home / "__init__.py")
-        lines = [
-            f"- `{path.name}`: {_escaped(first_line(path))}"
-            for path in homes[home]
-            if path.name != "__init__.py"
-        ]
-        parts.append(f"### {relative}\n\n{_escaped(title)}.\n\n" + "\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def _escaped(text: str) -> str:
-    """Outside code, Markdown's own signs stand for themselves."""
-    pieces = text.split("`")
-    return "`".join(
-        re.sub(r"([*_<>])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(pieces)
-    )
-
-
 def architecture() -> tuple[str, str, str]:
     before, rest = (DOCS / "architecture.md").read_text(encoding="utf-8").split(BEGIN)
     listed, after = rest.split(END)
     return before, listed.strip(), after
 
 
-def test_architecture_lists_the_tree():
-    assert architecture()[1] == module_list(), "run `python -m tests.test_docs --write`"
+def test_architecture_lists_the_packages():
+    assert architecture()[1] == package_lines(), "run `python -m tests.test_docs --write`"
+
+
+def test_the_picture_shows_the_imports():
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "run `python -m tests.test_docs --write`"
+
+
+def test_architecture_names_files_that_exist():
+    named = re.findall(r"`([\w/]+\.py)`", architecture()[0])
+    homes = {"tests": ROOT}  # everything else is below the source
+    missing = [path for path in named if not (homes.get(path.split("/")[0], SOURCE) / path).is_file()]
+    assert len(named) > 40 and not missing
+
+
+def test_the_walks_are_short():
+    walks = re.findall(r"^### A (\w+)\n(.*?)(?=^##)", architecture()[0], re.M | re.S)
+    assert [name for name, _ in walks] == ["transport", "vote"]
+    for _, text in walks:
+        stops = re.findall(r"^(\d+)\. `[\w/]+\.py`", text, re.M)
+        assert stops == [str(number + 1) for number in range(len(stops))]
+        assert 5 <= len(stops) <= STOPS
 
 
 def list_pages() -> None:
@@ -213,4 +203,7 @@ def list_pages() -> None:
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     list_pages()
     before, _, after = architecture()
-    (DOCS / "architecture.md").write_text(f"{before}{BEGIN}\n{module_list()}\n{END}{after}", encoding="utf-8")
+    (DOCS / "architecture.md").write_text(
+        f"{before}{BEGIN}\n{package_lines()}\n{END}{after}", encoding="utf-8"
+    )
+    PICTURE.write_text(picture(), encoding="utf-8")

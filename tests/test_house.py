@@ -1,39 +1,102 @@
-"""The rules of the house: what may import what, and how light the front door is."""
+"""The rules of the house: what may import what, how large it may grow, and how light the front door is."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterable
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "gradfix"
-UPPER = {"tasks", "data", "comparison", "report", "pocket", "experiments", "cli", "workflows", "results"}
-CORE = ["errors.py", "registry.py", "checkpoints", "taskvector.py", "preflight.py", "votes", "masks.py",
-        "transported.py", "stream.py", "scale.py", "merging", "selection.py", "align", "diagnostics.py"]  # fmt: skip
+from tests.house import DOORS, FLOORS, ROOT, SOURCE, cycle, floor, imports, modules, packages, run_nodes
+
+IN_THE_ROOT = 6  # modules
+IN_ALL = 150  # modules
+LONGEST = 400  # lines of a file
+WIDE = 8  # parameters; a function with more is wide
+WIDE_FUNCTIONS = 5
+SAME_MODULES: dict[str, str] = {}  # name: why two modules may share it
+SAME_CLASSES: dict[str, str] = {}
 
 
-def _files(entry: str) -> list[Path]:
-    path = SOURCE / entry
-    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+def test_every_package_has_its_floor():
+    assert set(packages()) == set(FLOORS)
 
 
-@pytest.mark.parametrize("entry", CORE)
-def test_the_core_never_imports_the_upper_floors(entry):
-    for file in _files(entry):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                parts = name.split(".")
-                assert parts[0] != "gradfix" or len(parts) < 2 or parts[1] not in UPPER, (
-                    f"{file.name} imports {name}"
-                )
+@pytest.mark.parametrize("package", [ROOT, *FLOORS])
+def test_no_package_imports_from_above(package):
+    order = (ROOT, *FLOORS)
+    below = set(order[: order.index(package) + 1])
+    upward = [
+        f"{module} imports {other}"
+        for module, others in imports().items()
+        if floor(module) == package and module not in DOORS
+        for other in sorted(others)
+        if floor(other) not in below
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert cycle() == []
+
+
+def _plain_modules() -> dict[str, str]:
+    """Dotted names and stems of what is not a package."""
+    return {name: file.stem for name, file in modules().items() if file.name != "__init__.py"}
+
+
+def test_the_house_stays_small():
+    names = _plain_modules()
+    assert len([name for name in names if name.count(".") == 1]) <= IN_THE_ROOT
+    assert len(names) <= IN_ALL
+
+
+@pytest.mark.parametrize("name", modules())
+def test_no_file_is_too_long_to_read(name):
+    assert len(modules()[name].read_text(encoding="utf-8").splitlines()) <= LONGEST
+
+
+def test_few_functions_take_many_parameters():
+    wide = {
+        f"{name}.{node.name}": count
+        for name, file in modules().items()
+        for node in run_nodes(file)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (count := _parameters(node)) > WIDE
+    }
+    assert len(wide) <= WIDE_FUNCTIONS, wide
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+        return 0  # a kernel takes one pointer, size and stride after the other
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def _shared(named: Iterable[tuple[str, str]], allowed: Iterable[str]) -> dict[str, list[str]]:
+    homes: dict[str, list[str]] = {}
+    for name, home in named:
+        homes.setdefault(name, []).append(home)
+    return {name: found for name, found in homes.items() if len(found) > 1 and name not in allowed}
+
+
+def test_no_two_modules_share_a_name():
+    stems = [(stem, name) for name, stem in _plain_modules().items() if stem != "__main__"]
+    assert _shared(stems, SAME_MODULES) == {}
+
+
+def test_no_two_classes_share_a_name():
+    classes = [
+        (node.name, name)
+        for name, file in modules().items()
+        for node in run_nodes(file)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert _shared(classes, SAME_CLASSES) == {}
 
 
 def _modules_after(code: str) -> set[str]:
@@ -76,10 +139,9 @@ def test_editors_know_every_public_name():
 
 def test_public_functions_are_not_hidden_by_modules():
     import gradfix
-    import gradfix.merging.memory
-    import gradfix.stream.checkpoint
-    import gradfix.vectors.transported
 
+    doors = {name.split(".")[1] for name in modules() if "." in name}
+    assert not doors & set(gradfix.__all__), "importing such a module would hide the function"
     for name in ("transport", "merge", "select", "apply", "evaluate", "compare"):
         assert callable(getattr(gradfix, name)), name
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from arenas import NumbersBound, network, rows, trained
 from gradfix.errors import IncompatibleCheckpoints
-from gradfix.experiments.suite import Estimate, Grid, Scene, Side, Suite
+from gradfix.experiments.suite import Estimate, Grid, Scene, Suite, SupportSet
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Lenders, Splits, Trial
 from gradfix.vectors.taskvector import TaskVector
@@ -73,8 +73,8 @@ class Miniature(Suite):
         size = sum(p.numel() for p in self.target.parameters())
         return Scene(arena, lambda: NumbersBound(self.base), 60, 3, size, 1.0)
 
-    def support(self, pair: str, side: str) -> Side:
-        return Side(NumbersBound(self.base if side == "base" else self.target), rows(30, 7, 0.0))
+    def support(self, pair: str, side: str) -> SupportSet:
+        return SupportSet(NumbersBound(self.base if side == "base" else self.target), rows(30, 7, 0.0))
 
     def source_tasks(self) -> tuple[str, ...]:
         return ("near",)

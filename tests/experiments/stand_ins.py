@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from gradfix.experiments.catalogue import Declared
+from gradfix.experiments.paper import Declared
 from tiny import IMAGE_SIZE
 
 

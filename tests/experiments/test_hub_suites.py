@@ -10,14 +10,12 @@ import pytest
 from experiments.stand_ins import write_dataset
 from gradfix import pocket
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.commands.configs import ReproduceConfig
 from gradfix.data import few_shot
 from gradfix.errors import DataError
-from gradfix.experiments import catalogue, plan_reproduce, run_reproduce
-from gradfix.experiments.catalogue import IMAGENET_R, TEXT, VISION, load
+from gradfix.experiments import paper, plan_reproduce
 from gradfix.experiments.hub_suites import OPEN_CLIP, T5, HubSuite, OpenClipSuite, T5Suite
-from gradfix.experiments.pocket_suite import PocketSuite
-from gradfix.experiments.suite import Grid
+from gradfix.experiments.paper import IMAGENET_R, TEXT, VISION, load
+from gradfix.experiments.suite import Grid, PocketSuite
 from gradfix.methods.methods import METHODS
 from gradfix.methods.search import Search
 from gradfix.training.finetuning import Recipe
@@ -34,7 +32,7 @@ SMALL_VISION = {
 }
 
 
-def key(declared: catalogue.Declared) -> str:
+def key(declared: paper.Declared) -> str:
     return f"{declared.hub}:{declared.config}" if declared.config else declared.hub
 
 
@@ -56,22 +54,22 @@ def openclip(tmp_path_factory: pytest.TempPathFactory) -> OpenClipSuite:
     "table", ["transport_vision", "merging", "generalisation", "supervision", "subset_selection"]
 )
 def test_open_clip_tables_on_stand_ins(openclip, table):
-    config = ReproduceConfig(table=table, suite="openclip", out=str(openclip.out))
-    made = run_reproduce(config, suite=openclip).as_json()["tables"][table]
+    config = {"table": table, "out": str(openclip.out)}
+    made = plan_reproduce(**config, suite=openclip).run().as_json()["tables"][table]
     measured = [cell for row in made["rows"] for cell in row if isinstance(cell, float)]
     assert measured
     assert all(cell >= 0 for cell in measured)
 
 
 def test_the_papers_figures_stand_per_task(openclip):
-    config = ReproduceConfig(table="transport_vision", out=str(openclip.out))
-    table = run_reproduce(config, suite=openclip).as_json()["tables"]["transport_vision"]
+    config = {"table": "transport_vision", "out": str(openclip.out)}
+    table = plan_reproduce(**config, suite=openclip).run().as_json()["tables"]["transport_vision"]
     row = next(row for row in table["rows"] if row[1] == METHODS["gradfix"].title)
     assert row[table["header"].index("paper svhn")] == 71.07
 
 
 def test_fine_tunes_are_kept_and_complete(openclip):
-    run_reproduce(ReproduceConfig(table="transport_vision", out=str(openclip.out)), suite=openclip)
+    plan_reproduce(table="transport_vision", out=str(openclip.out), suite=openclip).run()
     folders = sorted(path.name for path in (openclip.out / "checkpoints").iterdir())
     assert any(name.startswith("open_clip-ViT-B-16-datacomp_xl_s13b_b90k-svhn-") for name in folders)
     assert not any(name.startswith(".") for name in folders)
@@ -95,8 +93,8 @@ def test_t5_table_on_stand_ins(tmp_path):
         local[key(declared)] = str(write_dataset(tmp_path / key(declared).replace(":", "-"), declared, 6))
     suite = T5Suite(local=local, recipe=SMALL)
     suite.datasets, suite.grid = chosen, replace(GRID, budgets=(2,), main=(2,), selection=(2,), curve=2)
-    config = ReproduceConfig(table="transport_text", suite="t5", out=str(tmp_path / "out"))
-    table = run_reproduce(config, suite=suite).as_json()["tables"]["transport_text"]
+    config = {"table": "transport_text", "out": str(tmp_path / "out")}
+    table = plan_reproduce(**config, suite=suite).run().as_json()["tables"]["transport_text"]
     rows = {(row[1], row[2]): row for row in table["rows"]}
     assert rows[METHODS["gradfix"].title, 2][3] is not None
     assert rows[METHODS["oracle"].title, None][table["header"].index("paper rte")] == 72.93
@@ -136,7 +134,7 @@ def test_a_missing_split_is_named(tmp_path):
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("suite", ["openclip", "t5", "pocket"])
 def test_the_cost_is_known_before_anything_starts(suite, quick):
-    job = plan_reproduce(ReproduceConfig(suite=suite, quick=quick))
+    job = plan_reproduce(suite=suite, quick=quick)
     assert job.questions
     assert job.estimate.flops > 0
     assert job.estimate.seconds > 0
@@ -148,7 +146,7 @@ def test_the_cost_is_known_before_anything_starts(suite, quick):
 
 def test_quick_costs_less():
     for suite in ("pocket", "openclip", "t5"):
-        full, quick = (plan_reproduce(ReproduceConfig(suite=suite, quick=q)).estimate for q in (False, True))
+        full, quick = (plan_reproduce(suite=suite, quick=q).estimate for q in (False, True))
         assert quick.flops < full.flops
 
 

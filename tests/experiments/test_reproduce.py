@@ -11,11 +11,10 @@ import pytest
 from experiments.miniature import SHIFTS, Miniature
 from gradfix import pocket
 from gradfix.cli import run
-from gradfix.commands.configs import ReproduceConfig
 from gradfix.errors import CorruptInput, UsageError
-from gradfix.experiments import EXPERIMENTS, Reproduction, paper, plan_reproduce, run_reproduce
-from gradfix.experiments.lab import MEASURES
-from gradfix.experiments.tables import FAILS, HOLDS, PARTLY, Claim, overall, verdict
+from gradfix.experiments import EXPERIMENTS, Reproduction, paper, plan_reproduce
+from gradfix.experiments.experiment import FAILS, HOLDS, PARTLY, Claim, overall, verdict
+from gradfix.experiments.measures import MEASURES
 from gradfix.methods.methods import METHODS
 
 FIGURES = {"alpha_sensitivity", "sign_agreement", "subset_selection"}
@@ -28,7 +27,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(out: Path) -> Reproduction:
-    return run_reproduce(ReproduceConfig(out=str(out)), suite=Miniature())
+    return plan_reproduce(out=str(out), suite=Miniature()).run()
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def test_tables_print_as_text_with_the_claims_last(made):
 
 def test_finished_work_is_read_back(out, made):
     suite = Miniature()
-    again = run_reproduce(ReproduceConfig(out=str(out)), suite=suite)
+    again = plan_reproduce(out=str(out), suite=suite).run()
     assert suite.opened == 0
     assert again.as_json() == made.as_json()
 
@@ -139,44 +138,44 @@ def test_a_killed_run_loses_one_question(tmp_path, made, monkeypatch):
             raise KeyboardInterrupt
         return real(lab, **given)
 
-    config = ReproduceConfig(table="random_task_vector", out=str(tmp_path))
+    config = {"table": "random_task_vector", "out": str(tmp_path)}
     monkeypatch.setitem(MEASURES._entries, "method", dying)
     with pytest.raises(KeyboardInterrupt):
-        run_reproduce(config, suite=Miniature())
+        plan_reproduce(**config, suite=Miniature()).run()
     finished = len(list((tmp_path / "units").iterdir()))
     assert finished == 3
     monkeypatch.setitem(MEASURES._entries, "method", real)
-    table = run_reproduce(config, suite=Miniature()).as_json()["tables"]["random_task_vector"]
+    table = plan_reproduce(**config, suite=Miniature()).run().as_json()["tables"]["random_task_vector"]
     assert table["rows"] == made.as_json()["tables"]["random_task_vector"]["rows"]
 
 
 def test_a_damaged_unit_is_named(tmp_path):
-    config = ReproduceConfig(table="supervision", out=str(tmp_path))
-    run_reproduce(config, suite=Miniature())
+    config = {"table": "supervision", "out": str(tmp_path)}
+    plan_reproduce(**config, suite=Miniature()).run()
     unit = next((tmp_path / "units").iterdir())
     unit.write_text("{")
     with pytest.raises(CorruptInput, match=unit.name):
-        run_reproduce(config, suite=Miniature())
+        plan_reproduce(**config, suite=Miniature()).run()
 
 
 def test_planning_asks_but_opens_nothing():
     suite = Miniature()
-    job = plan_reproduce(ReproduceConfig(), suite)
+    job = plan_reproduce(suite=suite)
     assert suite.opened == 0
     assert len(set(job.questions)) == len(job.questions)
     assert job.estimate.words.startswith(f"{len(job.questions)} ")
 
 
 def test_experiments_share_their_questions():
-    alone = sum(len(plan_reproduce(ReproduceConfig(table=n), Miniature()).questions) for n in EXPERIMENTS)
-    assert len(plan_reproduce(ReproduceConfig(), Miniature()).questions) < alone / 1.3
+    alone = sum(len(plan_reproduce(n, Miniature()).questions) for n in EXPERIMENTS)
+    assert len(plan_reproduce(suite=Miniature()).questions) < alone / 1.3
 
 
 @pytest.mark.parametrize(("field", "message"), [("table", "'masks'"), ("suite", "'pocket'")])
 def test_unknown_names_get_a_suggestion(field, message):
     wrong = {"table": "mask", "suite": "poket"}[field]
     with pytest.raises(UsageError, match=f"Did you mean {message}"):
-        plan_reproduce(ReproduceConfig(**{field: wrong}))
+        plan_reproduce(**{field: wrong})
 
 
 def test_the_command_answers_in_two_processes(tmp_path, capsys):
@@ -192,9 +191,9 @@ def test_the_command_answers_in_two_processes(tmp_path, capsys):
 
 def test_local_folders_are_refused_where_they_mean_nothing():
     with pytest.raises(UsageError, match="embedded"):
-        plan_reproduce(ReproduceConfig(local=("a/b=c",)))
+        plan_reproduce(local=("a/b=c",))
     with pytest.raises(UsageError, match="NAME=FOLDER"):
-        plan_reproduce(ReproduceConfig(suite="t5", local=("a/b",)))
+        plan_reproduce(suite="t5", local=("a/b",))
 
 
 def test_the_verdict_needs_all_some_or_none():

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
             return 2
         if os.environ.get("GRADFIX_DEBUG"):
             raise
-        from gradfix.commands.halving import out_of_memory
+        from gradfix.commands.guard import out_of_memory
 
         if out_of_memory(error):
             say_error(
@@ -70,7 +70,8 @@ def _dispatch(argv: list[str]) -> int:
     from gradfix.cli.options import expand_lists
 
     kind = next((COMMANDS[word][0] for word in argv if word in COMMANDS), None)
-    code = int(build()(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
+    parser = build(explained=kind if {"-h", "--help"} & set(argv) else None)
+    code = int(parser(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
     if code == INTERRUPTED:  # the parser turns Ctrl-C into a silent exit code
         raise KeyboardInterrupt
     return code
@@ -80,7 +81,7 @@ def _as_note(message: Warning | str, *_: Any, **__: Any) -> None:
     """A warning is one line for the user, without the source line that raised it."""
     from gradfix.cli.console import say_notes
 
-    say_notes([" ".join(str(message).split())], quiet=False)
+    say_notes([" ".join(str(message).split())])
 
 
 def _quieten() -> None:

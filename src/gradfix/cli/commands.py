@@ -9,24 +9,27 @@ from typing import Any
 
 import typer
 
-from gradfix.cli.console import asker, bar, say, say_notes, stages, table, write_json, write_text_or_stdout
+from gradfix.cli.console import Output, asker
 from gradfix.cli.options import command
 from gradfix.commands import configs
 from gradfix.errors import UsageError
 
+ABOUT = "Move a fine-tune onto the next release of its base model with a handful of labelled examples."
 
-def build() -> typer.Typer:
+
+def build(explained: type[Any] | None = None) -> typer.Typer:
+    """The parser of all commands; the options of the `explained` one list the names they may take."""
     app = typer.Typer(
         name="gradfix",
-        help="Move a fine-tune onto the next release of its base model with a handful of labelled examples.",
+        help=ABOUT,
         no_args_is_help=True,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
-    app.callback()(_root)
-    for name, (kind, body, doc) in COMMANDS.items():
-        app.command(name, help=doc)(command(kind, body, doc=doc))
+    app.callback(help=ABOUT)(_root)
+    for name, (kind, body) in COMMANDS.items():
+        app.command(name, help=kind.__doc__)(command(kind, body, explained=kind is explained))
     return app
 
 
@@ -42,17 +45,15 @@ def _root(
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version."
     ),
-) -> None:
-    """Move a fine-tune onto the next release of its base model with a handful of labelled examples."""
+) -> None: ...
 
 
-def _transport(config: configs.TransportConfig, *, json_out: str | None, quiet: bool) -> None:
+def _transport(config: configs.TransportConfig, out: Output) -> None:
     from gradfix.commands.transport import run_transport
 
-    with stages(quiet) as stage:
+    with out.stages() as stage:
         result = run_transport(config, stage)
-    write_json(result.as_json(), json_out)
-    quiet = quiet or json_out == "-"
+    out.json(result.as_json())
     rows = [("alpha", f"{result.alpha:g}"), ("chosen by", result.regime)]
     if result.margin is not None:
         rows.append(("margin", f"{result.margin:g}"))
@@ -61,249 +62,220 @@ def _transport(config: configs.TransportConfig, *, json_out: str | None, quiet: 
     rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
     if result.before and result.after:
         rows.append(("test accuracy", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
-    table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows, quiet)
-    say_notes(result.notes, quiet)
-    if config.dry_run:
-        say(f"would write {result.out}", quiet)
-    else:
-        say(f"wrote {result.out}", quiet)
+    out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
+    out.notes(result.notes)
+    out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
 
 
-def _vote(config: configs.VoteConfig, *, json_out: str | None, quiet: bool) -> None:
+def _vote(config: configs.VoteConfig, out: Output) -> None:
+    from gradfix.commands.dryrun import plan_vote
     from gradfix.commands.vote import run_vote
     from gradfix.system.processes import leads
 
-    with bar("voting", None, quiet or not leads()) as step:
+    if config.dry_run:
+        out.would(plan_vote(config))
+        return
+    with out.bar("voting", None, shown=leads()) as step:
         result = run_vote(config, step)
     if not leads():
         return
     votes = result.votes
-    content = {
+    out.json({
         "out": str(result.out), "samples": votes.count, "tensors": len(votes), "tie_rate": votes.tie_rate(),
         "target_hash": votes.target_hash, "notes": list(result.notes),
-    }  # fmt: skip
-    write_json(content, json_out)
-    say_notes(result.notes, quiet)
-    say(f"wrote {result.out}: {votes.count} samples, {len(votes)} tensors, {votes.tie_rate():.1%} ties",
-        quiet or json_out == "-")  # fmt: skip
+    })  # fmt: skip
+    out.notes(result.notes)
+    out.say(f"wrote {result.out}: {votes.count} samples, {len(votes)} tensors, {votes.tie_rate():.1%} ties")
 
 
-def _plan(config: configs.PlanConfig, *, json_out: str | None, quiet: bool) -> None:
+def _plan(config: configs.PlanConfig, out: Output) -> None:
     from gradfix.commands.plan import run_plan
 
     result = run_plan(config)
-    write_json(result.as_json(), json_out)
-    quiet = quiet or json_out == "-"
+    out.json(result.as_json())
     header = ("way to vote (* chosen)", "devices", "memory per device", "time", "operations")
-    table(f"{config.target}: {result.samples} samples", header, result.rows(), quiet)
+    out.table(f"{config.target}: {result.samples} samples", header, result.rows())
     disk = {name.replace("_", " "): f"{size / 2**30:.2f} GiB" for name, size in result.disk.items()}
-    table("disk", ("", ""), list(disk.items()), quiet)
-    say_notes(result.notes, quiet)
+    out.table("disk", ("", ""), list(disk.items()))
+    out.notes(result.notes)
     if not result.fits:
-        say("no way fits the memory there is: more --devices, or --dtype bf16", quiet)
+        out.say("no way fits the memory there is: more --devices, or --dtype bf16")
 
 
-def _evaluate(config: configs.EvaluateConfig, *, json_out: str | None, quiet: bool) -> None:
+def _evaluate(config: configs.EvaluateConfig, out: Output) -> None:
     from gradfix.commands.evaluate import run_evaluate
 
-    with stages(quiet) as stage:
+    with out.stages() as stage:
         result = run_evaluate(config, stage)
-    write_json(result, json_out)
-    say(f"{config.model}: accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
-        f"{result['samples']} examples of {result['split']}", quiet or json_out == "-")  # fmt: skip
+    out.json(result)
+    out.say(f"{config.model}: accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
+            f"{result['samples']} examples of {result['split']}")  # fmt: skip
 
 
-def _finetune(config: configs.FinetuneConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.commands.evaluate import run_finetune
+def _finetune(config: configs.FinetuneConfig, out: Output) -> None:
+    from gradfix.commands.finetune import run_finetune
 
-    with bar("fine-tuning", config.steps, quiet) as step:
+    with out.bar("fine-tuning", config.steps) as step:
         result = run_finetune(config, step)
-    write_json(result, json_out)
-    say_notes(result["notes"], quiet)
-    say(result["summary"], quiet or json_out == "-")
+    out.json(result)
+    out.notes(result["notes"])
+    out.say(result["summary"])
 
 
-def _inspect(config: configs.InspectConfig, *, json_out: str | None, quiet: bool) -> None:
+def _inspect(config: configs.InspectConfig, out: Output) -> None:
     from gradfix.commands.inspect import run_inspect
 
-    with stages(quiet) as stage:
+    with out.stages() as stage:
         result = run_inspect(config, stage)
-    write_json(result.as_json(), json_out)
-    quiet = quiet or json_out == "-"
-    for title, header, rows in result.tables(config.names):
-        table(title, header, rows, quiet)
-    say_notes(result.notes, quiet)
+    out.json(result.as_json())
+    for table in result.tables(config.names):
+        out.table(*table)
+    out.notes(result.notes)
 
 
-def _verify(config: configs.VerifyConfig, *, json_out: str | None, quiet: bool) -> None:
+def _verify(config: configs.VerifyConfig, out: Output) -> None:
     from gradfix.checkpoints.write import verify
 
-    content = verify(config.out)
-    write_json({"ok": True, "files": len(content["outputs"])}, json_out)
-    say(f"{config.out}: manifest and {len(content['outputs'])} hashes hold", quiet or json_out == "-")
+    files = len(verify(config.out)["outputs"])
+    out.json({"ok": True, "files": files})
+    out.say(f"{config.out}: manifest and {files} hashes hold")
 
 
-def _select(config: configs.SelectConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.commands.evaluate import run_select
+def _select(config: configs.SelectConfig, out: Output) -> None:
+    from gradfix.commands.select import plan_select, run_select
 
+    if config.dry_run:
+        out.would(plan_select(config))
+        return
     result = run_select(config)
-    write_json(result, json_out)
-    say(f"wrote {config.out}: {len(result['ids'])} examples by {config.select}", quiet or json_out == "-")
+    out.json(result)
+    out.say(f"wrote {config.out}: {len(result['ids'])} examples by {config.select}")
 
 
-def _demo(config: configs.DemoConfig, *, json_out: str | None, quiet: bool) -> None:
+def _demo(config: configs.DemoConfig, out: Output) -> None:
     from gradfix.commands.demo import run_demo, unpack
 
     if config.dry_run:
-        say(f"would write {config.unpack or config.report}", quiet)
+        out.say(f"would write {config.unpack or config.report}")
         return
     if config.unpack is not None:
         folders = [str(folder) for folder in unpack(config.unpack)]
-        write_json({"folders": folders}, json_out)
-        say("wrote " + "\n      ".join(folders), quiet or json_out == "-")
+        out.json({"folders": folders})
+        out.say("wrote " + "\n      ".join(folders))
         return
-    with stages(quiet) as stage:
+    with out.stages() as stage:
         results = run_demo(config, stage)
-    write_text_or_stdout(results.to_json(), json_out)
-    _show(results, quiet or json_out == "-", config.report)
+    _show(results, out, config.report)
 
 
-def _compare(config: configs.CompareConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.commands.compare import run_compare
+def _compare(config: configs.CompareConfig, out: Output) -> None:
+    from gradfix.commands.compare import plan_compare, run_compare
     from gradfix.commands.verdict import ship_command
 
-    with stages(quiet) as stage:
-        results = run_compare(config, json_out, stage)
-    write_text_or_stdout(results.to_json(), json_out)
-    _show(results, quiet or json_out == "-", config.report, partial(ship_command, config))
+    if config.dry_run:
+        out.would(plan_compare(config))
+        return
+    with out.stages() as stage:
+        results = run_compare(config, out.json_path, stage)
+    _show(results, out, config.report, partial(ship_command, config))
 
 
 def _show(
-    results: Any, quiet: bool, report: str | None, ship: Callable[[Any], str | None] = lambda _: None
+    results: Any, out: Output, report: str | None, ship: Callable[[Any], str | None] = lambda _: None
 ) -> None:
+    out.text(results.to_json())
     header, *cells = results.table()
-    table("accuracy on test, mean and spread over seeds", header, cells, quiet)
+    out.table("accuracy on test, mean and spread over seeds", header, cells)
     for verdict in results.verdicts:
         name = f"{verdict['pair']}: " if verdict.get("pair") else ""
-        say(f"\n{name}{verdict['text']}", quiet)
+        out.say(f"\n{name}{verdict['text']}")
         command = ship(verdict)
         if command:
-            say(f"ship it with: {command}", quiet)
-    say_notes(results.notes, quiet)
+            out.say(f"ship it with: {command}")
+    out.notes(results.notes)
     if report:
-        say(f"\nwrote {report}", quiet)
+        out.say(f"\nwrote {report}")
 
 
-def _merge(config: configs.MergeConfigOptions, *, json_out: str | None, quiet: bool) -> None:
+def _merge(config: configs.MergeConfigOptions, out: Output) -> None:
     from gradfix.commands.merge import run_merge_command
 
-    with stages(quiet) as stage:
+    with out.stages() as stage:
         result = run_merge_command(config, stage)
-    write_json(result, json_out)
-    say(result["summary"], quiet or json_out == "-")
-    say_notes(result.get("notes", []), quiet)
+    out.json(result)
+    out.say(result["summary"])
+    out.notes(result.get("notes", []))
 
 
-def _reproduce(config: configs.ReproduceConfig, *, json_out: str | None, quiet: bool) -> None:
+def _reproduce(config: configs.ReproduceConfig, out: Output) -> None:
     from gradfix.experiments import plan_reproduce
 
-    job = plan_reproduce(config)
-    say_notes([job.estimate.words], quiet)
+    planned = plan_reproduce(
+        config.table, config.suite, quick=config.quick, out=config.out, local=config.local
+    )
+    out.notes([planned.estimate.words])
     if config.dry_run:
-        say(f"would reproduce {config.table} of the {config.suite} suite", quiet)
+        out.say(f"would reproduce {config.table} of the {config.suite} suite")
         return
-    asks = job.suite.asks_first and not config.yes and sys.stdin.isatty()
+    asks = planned.suite.asks_first and not config.yes and sys.stdin.isatty()
     if asks and not typer.confirm("Start?", err=True):
         raise UsageError("not started. --yes starts without asking, --quick and a single table cost less.")
-    with stages(quiet) as stage:
-        result = job.run(stage)
-    write_json(result.as_json(), json_out)
-    for title, header, rows in result.tables():
-        table(title, header, rows, quiet or json_out == "-")
+    with out.stages() as stage:
+        result = planned.run(stage)
+    out.json(result.as_json())
+    for table in result.tables():
+        out.table(*table)
 
 
-def _report(config: configs.ReportConfig, *, json_out: str | None, quiet: bool) -> None:
-    from gradfix.commands.compare import run_report
+def _report(config: configs.ReportConfig, out: Output) -> None:
+    from gradfix.commands.compare import plan_report, run_report
 
+    if config.dry_run:
+        out.would(plan_report(config))
+        return
     path = run_report(config)
-    write_json({"out": str(path)}, json_out)
-    say(f"wrote {path}", quiet or json_out == "-")
+    out.json({"out": str(path)})
+    out.say(f"wrote {path}")
 
 
-def _init(config: Any, *, json_out: str | None, quiet: bool) -> None:
+def _init(config: Any, out: Output) -> None:
     from gradfix.commands.init import run_init
 
-    result = run_init(config, None if quiet else asker())
-    content = {"out": str(result.out), "command": result.command, "missing": list(result.missing)}
-    write_json(content, json_out)
-    quiet = quiet or json_out == "-"
+    result = run_init(config, None if out.quiet else asker())
+    out.json({"out": str(result.out), "command": result.command, "missing": list(result.missing)})
     if not result.written:
-        say(result.text, quiet)
-    say(f"{'wrote' if result.written else 'would write'} {result.out}; {result.next_step}", quiet)
+        out.say(result.text)
+    out.say(f"{'wrote' if result.written else 'would write'} {result.out}; {result.next_step}")
 
 
-def _push(config: configs.PushConfig, *, json_out: str | None, quiet: bool) -> None:
+def _push(config: configs.PushConfig, out: Output) -> None:
     from gradfix.commands.push import run_push
 
-    with stages(quiet) as stage:
+    with out.stages() as stage:
         stage(f"sending {config.out}")
         result = run_push(config)
-    write_json({"repo": result.repo, "files": [name for name, _ in result.files], "bytes": result.size,
-                "url": result.url}, json_out)  # fmt: skip
-    quiet = quiet or json_out == "-"
-    table(f"{'would send' if config.dry_run else 'sent'} to {result.repo}", ("file", "bytes"),
-          [(name, f"{size:,}") for name, size in result.files], quiet)  # fmt: skip
+    out.json({"repo": result.repo, "files": [name for name, _ in result.files], "bytes": result.size,
+              "url": result.url})  # fmt: skip
+    out.table(f"{'would send' if config.dry_run else 'sent'} to {result.repo}", ("file", "bytes"),
+              [(name, f"{size:,}") for name, size in result.files])  # fmt: skip
     if result.url:
-        say(f"see {result.url}", quiet)
+        out.say(f"see {result.url}")
 
 
-def _or_plan(body: Callable[..., None]) -> Callable[..., None]:
-    """The same command with a dry run: `plan_NAME` of the dryrun module says what it would do."""
-
-    def run(config: Any, *, json_out: str | None, quiet: bool) -> None:
-        if not config.dry_run:
-            body(config, json_out=json_out, quiet=quiet)
-            return
-        from gradfix.commands import compare, dryrun
-
-        planned = f"plan{body.__name__}"
-        sentence = getattr(dryrun if hasattr(dryrun, planned) else compare, planned)(config)
-        write_json({"dry_run": True, "summary": sentence}, json_out)
-        say(sentence, quiet or json_out == "-")
-
-    return run
-
-
-COMMANDS: dict[str, tuple[type[Any], Any, str]] = {
-    "demo": (configs.DemoConfig, _demo, "Run the whole job on embedded models, in under a minute."),
-    "transport": (configs.TransportConfig, _transport, "Move a fine-tune onto a new base model."),
-    "compare": (
-        configs.CompareConfig,
-        _or_plan(_compare),
-        "All methods side by side under one label budget, with a verdict.",
-    ),
-    "vote": (
-        configs.VoteConfig,
-        _or_plan(_vote),
-        "Take a target's votes and save them for any number of transports.",
-    ),
-    "plan": (configs.PlanConfig, _plan, "What a vote and a transport will need, before anything is loaded."),
-    "merge": (
-        configs.MergeConfigOptions,
-        _merge,
-        "Merge task vectors, each with its own base, onto one target.",
-    ),
-    "inspect": (
-        configs.InspectConfig,
-        _inspect,
-        "Can these checkpoints be combined? Names, shapes, norms, cosines.",
-    ),
-    "verify": (configs.VerifyConfig, _verify, "Check an output folder against its manifest."),
-    "finetune": (configs.FinetuneConfig, _finetune, "Fine-tune a checkpoint with the paper's recipe."),
-    "evaluate": (configs.EvaluateConfig, _evaluate, "Score a checkpoint on labelled examples."),
-    "select": (configs.SelectConfig, _or_plan(_select), "Choose the few-shot examples and write their ids."),
-    "reproduce": (configs.ReproduceConfig, _reproduce, "Reproduce the paper's tables and figures."),
-    "report": (configs.ReportConfig, _or_plan(_report), "Make the HTML report of an earlier result."),
-    "init": (configs.InitConfig, _init, "Write a commented YAML file of options, by asking or by flags."),
-    "push": (configs.PushConfig, _push, "Send an output folder to the model hub, after checking it."),
+COMMANDS: dict[str, tuple[type[Any], Callable[[Any, Output], None]]] = {
+    "demo": (configs.DemoConfig, _demo),
+    "transport": (configs.TransportConfig, _transport),
+    "compare": (configs.CompareConfig, _compare),
+    "vote": (configs.VoteConfig, _vote),
+    "plan": (configs.PlanConfig, _plan),
+    "merge": (configs.MergeConfigOptions, _merge),
+    "inspect": (configs.InspectConfig, _inspect),
+    "verify": (configs.VerifyConfig, _verify),
+    "finetune": (configs.FinetuneConfig, _finetune),
+    "evaluate": (configs.EvaluateConfig, _evaluate),
+    "select": (configs.SelectConfig, _select),
+    "reproduce": (configs.ReproduceConfig, _reproduce),
+    "report": (configs.ReportConfig, _report),
+    "init": (configs.InitConfig, _init),
+    "push": (configs.PushConfig, _push),
 }

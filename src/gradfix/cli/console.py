@@ -27,21 +27,76 @@ def say_error(message: str) -> None:
     console.print(Text.assemble(("gradfix:", "bold red"), " ", _plain(message)))
 
 
-def say(message: str, quiet: bool = False) -> None:
-    if not quiet:
-        out().print(Text(_plain(message)), highlight=False)
+def say_notes(notes: Sequence[str]) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    for note in notes:
+        console.print(Text.assemble(("note:", "yellow"), " ", _plain(note)))
 
 
-def say_notes(notes: Sequence[str], quiet: bool) -> None:
-    if not quiet:
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        for note in notes:
-            console.print(Text.assemble(("note:", "yellow"), " ", _plain(note)))
+class Output:
+    """Where a command's result goes: JSON to a file or to standard output, and words for people.
+
+    With JSON on standard output nothing else is printed there; notes and progress go to standard error."""
+
+    def __init__(self, json_path: str | None, quiet: bool) -> None:
+        self.json_path, self.quiet = json_path, quiet
+        self._silent = quiet or json_path == "-"
+
+    def json(self, content: Any) -> None:
+        self.text(json.dumps(content, indent=1, default=str) + "\n")
+
+    def text(self, text: str) -> None:
+        """JSON that is text already."""
+        if self.json_path == "-":
+            sys.stdout.write(text)
+        elif self.json_path is not None:
+            from gradfix.checkpoints.write import write_text
+
+            write_text(Path(self.json_path), text)
+
+    def say(self, message: str) -> None:
+        if not self._silent:
+            out().print(Text(_plain(message)), highlight=False)
+
+    def would(self, sentence: str) -> None:
+        """What a dry run found."""
+        self.json({"dry_run": True, "summary": sentence})
+        self.say(sentence)
+
+    def notes(self, notes: Sequence[str]) -> None:
+        if not self.quiet:
+            say_notes(notes)
+
+    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        if not self._silent:
+            table(title, header, rows)
+
+    @contextlib.contextmanager
+    def stages(self) -> Iterator[Callable[[str], None]]:
+        """A spinner that names the current step; silent when stderr is no terminal."""
+        console = Console(stderr=True)
+        if self.quiet or not console.is_terminal:
+            yield lambda _: None
+            return
+        with console.status("starting") as status:
+            yield status.update
+
+    @contextlib.contextmanager
+    def bar(self, name: str, total: int | None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
+        """A progress bar with the time left; silent when stderr is no terminal."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        if self.quiet or not shown or not console.is_terminal:
+            yield lambda _: None
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(name, total=total)
+            yield lambda amount: progress.advance(task, amount)
 
 
-def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], quiet: bool = False) -> None:
-    if quiet:
-        return
+def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     console = out()
     plain = [[_plain(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(map(cell_len, column)) for column in zip(*plain)]
@@ -75,19 +130,6 @@ def _plain(text: str) -> str:
     return shown.encode("utf-8", "backslashreplace").decode()
 
 
-def write_json(content: Any, path: str | None) -> None:
-    write_text_or_stdout(json.dumps(content, indent=1, default=str) + "\n", path)
-
-
-def write_text_or_stdout(text: str, path: str | None) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-    elif path is not None:
-        from gradfix.checkpoints.write import write_text
-
-        write_text(Path(path), text)
-
-
 def asker() -> Callable[[str, str | None, Sequence[str]], str] | None:
     """Questions on the terminal; None where nobody sits there."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -98,29 +140,3 @@ def asker() -> Callable[[str, str | None, Sequence[str]], str] | None:
         return Prompt.ask(Text(question), choices=list(choices) or None, default=default or "") or ""
 
     return ask
-
-
-@contextlib.contextmanager
-def stages(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A spinner that names the current step; silent when stderr is no terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as status:
-        yield status.update
-
-
-@contextlib.contextmanager
-def bar(name: str, total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar with the time left; silent when stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda amount: progress.advance(task, amount)

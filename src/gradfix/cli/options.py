@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
+from gradfix.cli.console import Output
+from gradfix.commands.configs import help_text
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
 
@@ -53,11 +55,14 @@ def expand_lists(argv: list[str], kind: type[Config] | None) -> list[str]:
     return out
 
 
-def command(kind: type[Config], body: Callable[..., int | None], *, doc: str) -> Callable[..., Any]:
+def command(
+    kind: type[Config], body: Callable[[Config, Output], None], *, explained: bool
+) -> Callable[..., None]:
     """A typer callback whose options are the fields of `kind`."""
     hints = typing.get_type_hints(kind)
     order = sorted(fields_of(kind).items(), key=lambda item: not item[1].metadata["required"])
-    parameters = [_parameter(name, field, hints[name]) for name, field in order]
+    order.sort(key=lambda item: not item[1].metadata["positional"])
+    parameters = [_parameter(field, hints[name], explained) for name, field in order]
     has_config = "config" in fields_of(kind)
     if not has_config:
         parameters.append(_keyword("config", str | None, typer.Option("--config", help="YAML file with any of these options.")))  # fmt: skip
@@ -66,26 +71,21 @@ def command(kind: type[Config], body: Callable[..., int | None], *, doc: str) ->
         _keyword("quiet", bool, typer.Option("--quiet", "-q", help="Print nothing but errors."), False)
     )
 
-    def callback(**given: Any) -> int | None:
-        json_out, quiet = given.pop("json"), given.pop("quiet")
+    def callback(**given: Any) -> None:
+        out = Output(given.pop("json"), given.pop("quiet"))
         path = None if has_config else given.pop("config")
         config = settle(kind, given, path)
         from gradfix.commands.guard import guard_outputs
 
-        guard_outputs(config, json_out, parts=[SimpleNamespace(config=path)])
-        return body(config, json_out=json_out, quiet=quiet)
+        guard_outputs(config, out.json_path, parts=[SimpleNamespace(config=path)])
+        body(config, out)
 
-    positional = [
-        p for p in parameters if isinstance(typing.get_args(p.annotation)[1], typer.models.ArgumentInfo)
-    ]
-    rest = [p for p in parameters if p not in positional]
-    callback.__signature__ = inspect.Signature([*positional, *rest])  # type: ignore[attr-defined]
-    callback.__doc__ = doc
+    callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return callback
 
 
-def _parameter(name: str, field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    text = field.metadata["help"]
+def _parameter(field: dataclasses.Field[Any], hint: Any, explained: bool) -> inspect.Parameter:
+    name, text = field.name, help_text(field) if explained else field.metadata["help"]
     if field.default not in (None, dataclasses.MISSING, (), False):
         shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
         text += f" [default: {shown}]"
@@ -122,7 +122,7 @@ def settle(kind: type[Config], given: dict[str, Any], path: str | None) -> Confi
     for name, field in known.items():
         if field.metadata["required"] and name not in values:
             word = name.upper() if field.metadata["positional"] else flag(name)
-            raise UsageError(f"{word} is missing: {field.metadata['help']}")
+            raise UsageError(f"{word} is missing: {help_text(field)}")
     from pydantic import TypeAdapter, ValidationError
 
     try:

@@ -10,7 +10,7 @@ from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
-from gradfix.commands.halving import halving_batches, in_notes
+from gradfix.commands.guard import halving_batches, in_notes
 from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
 from gradfix.data import Dataset, Row, few_shot
 from gradfix.errors import CorruptInput, GradfixError

@@ -1,12 +1,14 @@
 """Every option of every command, declared once.
 
 A config is a frozen dataclass; its fields are the command's options, the keys of its YAML file and the
-arguments of its workflow. The help text lives in the field. Importing this module imports no heavy library."""
+arguments of its workflow; its docstring is what `gradfix --help` says. The help text lives in the field, the
+names an option may take in their registry. Importing this module imports no heavy library."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -18,14 +20,23 @@ def option(
     positional: bool = False,
     least: float | None = None,
     most: float | None = None,
+    choices: str | None = None,
 ) -> Any:
-    metadata = {"help": help, "required": required, "positional": positional, "least": least, "most": most}
-    if isinstance(default, (list, tuple)):
-        return field(default=tuple(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    """A field of a config; `choices` is where the registry of its names stands, as `module:NAME`."""
+    metadata = {"help": help, "required": required, "positional": positional, "least": least, "most": most,
+                "choices": choices}  # fmt: skip
+    return field(default=tuple(default) if isinstance(default, list) else default, metadata=metadata)
+
+
+def help_text(item: Field[Any]) -> str:
+    """The option's help with the names there are; loads their registry, and with it heavy libraries."""
+    text, choices = item.metadata["help"], item.metadata["choices"]
+    return f"{text} There are: {', '.join(resolve_name(choices))}." if choices else text
 
 
 SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's generators take
+METHODS = "gradfix.methods.methods:METHODS"
+ENGINE = "Vote engine; auto takes the fastest that the model allows."
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
 DRY_RUN = "Check everything and say what would be done; write nothing."
 
@@ -54,7 +65,7 @@ class DataOptions:
     data: str = option(
         "File, folder with train/validation/test files, image folder or hub dataset.", required=True
     )
-    task: str = option("zero-shot, classification, seq2seq or causal.", required=True)
+    task: str = option("What the models do.", required=True, choices="gradfix:TASKS")
     label_column: str | None = option("Column that holds the label.")
     text_column: tuple[str, ...] = option("Column(s) that hold the text.", ())
     text_template: str | None = option("Build the text from columns: '{premise} therefore {hypothesis}'.")
@@ -78,14 +89,27 @@ class DataOptions:
 class ShotOptions(DataOptions):
     shots: int = option("Labelled examples per class.", 5)
     seed: int = option("Seed of every random choice.", 0, **SEEDS)
-    select: str = option("How the examples are chosen: random, herding, kmedoids, coreset.", "random")
+    select: str = option("How the examples are chosen.", "random", choices="gradfix:SELECTORS")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
-    engine: str = option("Vote engine: auto, loop or batched.", "auto")
+    engine: str = option(ENGINE, "auto", choices="gradfix:ENGINES")
     auto_batch: bool = option(AUTO_BATCH, False)
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrioOptions:
+    """The three checkpoints, and what shapes them."""
+
+    base: str = option("The old base model.", required=True)
+    tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
+    target: str = option("The new base model.", required=True)
+    head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
+    strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class VoteConfig(ShotOptions):
+    """Take a target's votes and save them for any number of transports."""
+
     target: str = option("The new base model.", required=True)
     out: str = option("Votes file to write (.safetensors).", required=True)
     base: str | None = option("Old base model; only needed for --select other than random.")
@@ -102,12 +126,14 @@ class VoteConfig(ShotOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
+    """What a vote and a transport will need, before anything is loaded."""
+
     target: str = option("The new base model.", required=True)
     shots: int = option("Labelled examples per class.", 5)
     classes: int = option("Number of classes.", 2)
     tokens: int | None = option("Tokens per example; 128, or an image's own number of patches.")
     batch_size: int = option("Samples per pass.", 16)
-    engine: str = option("Vote engine: auto (planned as batched), loop or batched.", "auto")
+    engine: str = option("Vote engine; auto is planned as batched.", "auto", choices="gradfix:ENGINES")
     dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
     device: str | None = option("cpu, cuda, cuda:1 ...; the best there is by default.")
     devices: int = option("Devices (processes) at hand.", 1)
@@ -116,26 +142,27 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransportConfig(ShotOptions):
-    base: str = option("The old base model.", required=True)
-    tuned: str = option("Your fine-tune of the old base (a folder, a file or a LoRA folder).", required=True)
-    target: str = option("The new base model.", required=True)
+class TransportConfig(TrioOptions, ShotOptions):
+    """Move a fine-tune onto a new base model."""
+
     out: str = option("Folder to write.", required=True)
     method: str | None = option(
-        "best (our recipe; the default), a method of compare by its name, or mask: the options below, as where one "
-        "of them is given."
+        "A method of compare (best, our recipe, by default), or mask: the options below, as where one of them is given.",
+        choices=METHODS,
     )
     verdict: str | None = option("results.json of a compare on these inputs: ship the method it says.")
-    mask: str | None = option("agree (the paper's), veto, force, magnitude, none, random, random_force.")
+    mask: str | None = option(
+        "Which entries of the update the votes let through (agree is the paper's).", choices="gradfix:MASKS"
+    )
     margin: str | None = option("veto only: how confident a vote must be to drop an entry, 0 to 1, or auto.")
     alpha: str | None = option("Scale of the update, or auto: chosen on validation data or by folds.")
-    vote: str | None = option("majority or mean.")
+    vote: str | None = option("majority (the default) or mean.")
     votes: str | None = option("Votes file made earlier on this target; no gradients are computed then.")
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for --method best.")
-    align: str = option("Permute the task vector to the target first: none, transfusion or rebasin.", "none")
-    head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
-    strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
+    align: str = option(
+        "Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS"
+    )
     out_dtype: str | None = option("Dtype of the written weights; the target's own by default.")
     out_lora: int | None = option("Write a LoRA adapter of this rank for the target instead of full weights.")
     report: str | None = option("Also write an HTML report of this transport.")
@@ -147,6 +174,8 @@ class TransportConfig(ShotOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(DataOptions):
+    """Fine-tune a checkpoint with the paper's recipe."""
+
     model: str = option("Checkpoint to fine-tune.", required=True)
     out: str = option("Folder to write.", required=True)
     steps: int = option("Optimizer steps.", 2000)
@@ -163,6 +192,8 @@ class FinetuneConfig(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(DataOptions):
+    """Score a checkpoint on labelled examples."""
+
     model: str = option("Checkpoint to score.", required=True)
     split: str = option("Split to score on.", "test")
     head_from: str | None = option("Zero-shot: pre-trained checkpoint whose frozen head is used.")
@@ -171,6 +202,8 @@ class EvaluateConfig(DataOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
+    """Can these checkpoints be combined? Names, shapes, norms, cosines."""
+
     checkpoints: tuple[str, ...] = option(
         "Two or three checkpoints: base, tuned [, target].", (), positional=True
     )
@@ -179,16 +212,17 @@ class InspectConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectConfig(ShotOptions):
+    """Choose the few-shot examples and write their ids."""
+
     base: str | None = option("Base model whose frozen encoder gives the features.")
     out: str = option("Where to write the chosen ids (.jsonl or .json).", required=True)
     dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig(DataOptions):
-    base: str = option("The old base model.", required=True)
-    tuned: str = option("Your fine-tune of the old base.", required=True)
-    target: str = option("The new base model.", required=True)
+class CompareConfig(TrioOptions, DataOptions):
+    """All methods side by side under one label budget, with a verdict."""
+
     target_tuned: str | None = option("A full fine-tune of the target, for the oracle and the upper line.")
     finetune_target: bool = option(
         "Fine-tune the target on the train split when no --target-tuned is given.", False
@@ -196,22 +230,25 @@ class CompareConfig(DataOptions):
     finetune_steps: int = option("Steps of that fine-tune.", 400, least=1)
     shots: tuple[int, ...] = option("Labelled examples per class, one or more budgets.", (5,))
     seeds: tuple[int, ...] = option("Seeds.", (0,), **SEEDS)
-    methods: tuple[str, ...] = option("Methods to compare; all by default.", ())
+    methods: tuple[str, ...] = option("Methods to compare; all by default.", (), choices=METHODS)
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for the method 'best'.")
-    head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
-    strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
-    engine: str = option("Vote engine: auto, loop or batched.", "auto")
+    engine: str = option(ENGINE, "auto", choices="gradfix:ENGINES")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
     auto_batch: bool = option(AUTO_BATCH, False)
     work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
     report: str | None = option("HTML report to write.")
-    track: str | None = option("Also log to tensorboard:FOLDER, wandb:PROJECT or trackio:PROJECT.")
+    track: str | None = option(
+        "Also log to a tracker: NAME:PROJECT, or tensorboard:FOLDER.",
+        choices="gradfix.report.tracking:TRACKERS",
+    )
     dry_run: bool = option(DRY_RUN, False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
+    """Run the whole job on embedded models, in under a minute."""
+
     unpack: str | None = option("Only write the embedded models and data into this folder, to play with.")
     report: str | None = option("HTML page to write.", "gradfix-demo.html")
     shots: int = option("Labelled examples per class.", 5)
@@ -221,11 +258,15 @@ class DemoConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
+    """Check an output folder against its manifest."""
+
     out: str = option("Folder that gradfix wrote.", required=True, positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfigOptions:
+    """Merge task vectors, each with its own base, onto one target."""
+
     config: str | None = option("Merge recipe (YAML).", positional=True)
     out: str | None = option("Folder to write.")
     from_mergekit: str | None = option("Read a mergekit YAML file instead.")
@@ -236,8 +277,15 @@ class MergeConfigOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
-    table: str = option("Table or figure to reproduce, or all.", "all", positional=True)
-    suite: str = option("pocket, openclip or t5.", "pocket")
+    """Reproduce the paper's tables and figures."""
+
+    table: str = option(
+        "Table or figure to reproduce, or all.",
+        "all",
+        positional=True,
+        choices="gradfix.experiments:EXPERIMENTS",
+    )
+    suite: str = option("Models and data to measure on.", "pocket", choices="gradfix.experiments:SUITES")
     quick: bool = option("Fewer seeds and budgets.", False)
     out: str | None = option("Folder for tables, figures and finished units.")
     yes: bool = option("Start without asking after the cost estimate.", False)
@@ -247,6 +295,8 @@ class ReproduceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
+    """Make the HTML report of an earlier result."""
+
     results: str = option("results.json of an earlier compare or demo.", required=True, positional=True)
     out: str | None = option("HTML (or .md) file to write; beside the results by default.")
     dry_run: bool = option(DRY_RUN, False)
@@ -254,6 +304,8 @@ class ReportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PushConfig:
+    """Send an output folder to the model hub, after checking it."""
+
     out: str = option("Folder that gradfix wrote.", required=True, positional=True)
     repo: str = option("Hub repository, owner/name; made if it does not exist.", required=True)
     private: bool = option("Make a new repository private.", False)
@@ -272,7 +324,8 @@ def _union() -> list[tuple[str, Any, Any]]:
         for item in fields(kind):
             several = item.name in PLENTY
             hint = tuple[str, ...] if several else bool | None if "bool" in str(item.type) else str | None
-            found[item.name] = (item.name, hint, option(item.metadata["help"], () if several else None))
+            again = option(item.metadata["help"], () if several else None, choices=item.metadata["choices"])
+            found[item.name] = (item.name, hint, again)
     for name in ("out", "dry_run", "overwrite"):
         found.pop(name)
     return list(found.values())
@@ -280,6 +333,8 @@ def _union() -> list[tuple[str, Any, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
+    """Write a commented YAML file of options, by asking or by flags."""
+
     command: str | None = option("What the file is for: transport, compare or merge.")
     out: str | None = option("YAML file to write; COMMAND.yml by default.")
     into: str | None = option("Folder that the command itself will write.")
@@ -288,3 +343,4 @@ class InitOptions:
 
 
 InitConfig = make_dataclass("InitConfig", _union(), bases=(InitOptions,), frozen=True, kw_only=True)
+InitConfig.__doc__ = InitOptions.__doc__

@@ -5,7 +5,7 @@ The other commands have theirs in their own module."""
 from __future__ import annotations
 
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.commands.configs import SelectConfig, VoteConfig
+from gradfix.commands.configs import VoteConfig
 from gradfix.commands.setting import draw, setting
 
 
@@ -14,9 +14,3 @@ def plan_vote(config: VoteConfig) -> str:
     shots = draw(setting(config), config, base=config.base)
     target = open_checkpoint(config.target)
     return f"would ask {target} about {len(shots.fewshot)} examples and write the votes to {config.out}"
-
-
-def plan_select(config: SelectConfig) -> str:
-    start = setting(config)
-    shots = draw(start, config, base=config.base)
-    return f"would write {len(shots.indices)} examples chosen by {config.select} to {config.out}"

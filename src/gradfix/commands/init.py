@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from gradfix.commands.configs import INITIALISED, InitOptions
+from gradfix.commands.configs import INITIALISED, InitOptions, MergeConfigOptions, help_text, option
 from gradfix.errors import OutputError, UsageError
 from gradfix.registry import unknown
 
@@ -30,33 +30,26 @@ TASK_OF = (
     ("LMHeadModel", "causal"),
     ("Model", "zero-shot"),
 )
-ABOUT = {
-    "transport": "Move a fine-tune onto a new base model.",
-    "compare": "All methods side by side under one label budget, with a verdict.",
-    "merge": "Several fine-tunes, each with its own base, into one model on the target.",
-}
 OUT = {"transport": "transported", "merge": "merged"}
-RECIPE = {
-    "target": "The new base model that takes all vectors.",
-    "out": "Folder to write.",
-    "task": "What the models do: zero-shot, classification, seq2seq or causal. A vector may have its own.",
-    "method": "task_arithmetic, mean, ties, dare_linear, dare_ties, breadcrumbs, della, slerp or model_stock.",
-    "order": "Where the votes come in: plain, mask_then_merge or merge_then_mask. Chosen by the data if left out.",
-    "mask": "What a vote does to an entry: agree, veto, force ...",
-    "margin": "veto only: how confident a vote must be to drop an entry, 0 to 1.",
-    "alpha": "Scale of the merged update, or auto: chosen on every task's validation data.",
-    "density": "Share of the entries that a trimming method keeps.",
-    "options": "Further options of the method, by name.",
-    "shots": "Labelled examples per class.",
-    "select": "How the examples are chosen: random, herding, kmedoids, coreset.",
-    "allow_fewer": "Accept classes with fewer than shots examples.",
-    "engine": "Vote engine: auto, loop or batched.",
-    "batch_size": "Samples per pass; affects speed, not the votes.",
-    "seed": "Seed of every random choice.",
-    "head": "A head only the fine-tunes have: error, copy or skip.",
-    "dtype": "Dtype of the written weights; the target's own by default.",
-    "device": "cpu, cuda, cuda:1 ...; the best there is by default.",
-    "force": "Go on where a check would refuse.",
+_SHARED = {item.name: item for item in fields(INITIALISED["transport"])}
+RECIPE = {  # the keys of a merge recipe, in the order of the file
+    "target": option("The new base model that takes all vectors."),
+    "out": _SHARED["out"],
+    "task": option("What the models do; a vector may have its own.", choices="gradfix:TASKS"),
+    "method": option("How the vectors are combined.", choices="gradfix:MERGES"),
+    "order": option(
+        "Where the votes come in: plain, mask_then_merge or merge_then_mask. Chosen by the data if left out."
+    ),
+    "mask": _SHARED["mask"],
+    "margin": option("veto only: how confident a vote must be to drop an entry, 0 to 1."),
+    "alpha": option("Scale of the merged update, or auto: chosen on every task's validation data."),
+    "density": option("Share of the entries that a trimming method keeps."),
+    "options": option("Further options of the method, by name."),
+    **{name: _SHARED[name] for name in ("shots", "select", "allow_fewer", "engine", "batch_size", "seed")},
+    "head": option("A head only the fine-tunes have: error, copy or skip."),
+    "dtype": option("Dtype of the written weights; the target's own by default."),
+    "device": _SHARED["device"],
+    "force": _SHARED["force"],
 }
 
 
@@ -106,7 +99,6 @@ def _given(config: InitOptions) -> dict[str, Any]:
 
 def _fill(command: str, values: dict[str, Any], ask: Ask) -> None:
     """Ask what the user has not said; an empty answer leaves the option as it is."""
-    help_of = {item.name: item.metadata["help"] for item in fields(INITIALISED["transport"])}
     for name in (*ASKED, "out"):
         if (
             name in values
@@ -115,7 +107,7 @@ def _fill(command: str, values: dict[str, Any], ask: Ask) -> None:
         ):
             continue
         default = {"shots": "5", "out": OUT.get(command), **_guessed_task(values)}.get(name)
-        answer = ask(help_of[name], default, ())
+        answer = ask(help_text(_SHARED[name]), default, ())
         if answer:
             values[name] = answer
 
@@ -150,7 +142,7 @@ def _settings(command: str, values: Mapping[str, Any]) -> tuple[str, list[str]]:
         if item.metadata["required"] and name not in typed:
             missing.append(name)
             default = None
-        parts.append(_entry(item.metadata["help"], name, typed.get(name, default), name in typed))
+        parts.append(_entry(help_text(item), name, typed.get(name, default), name in typed))
     return "\n".join(parts), missing
 
 
@@ -191,7 +183,9 @@ def _recipe(values: Mapping[str, Any]) -> tuple[str, list[str]]:
         shown = _typed(name, values[name], "int | str") if name in values else None
         if name == "target" and name not in values:
             missing.append(name)
-        parts.append(_entry(about, name, shown if name in values else _absent(default), name in values))
+        parts.append(
+            _entry(help_text(about), name, shown if name in values else _absent(default), name in values)
+        )
     parts.append(
         "# The fine-tunes, each with its own base; data (or votes: FILE) lets the target vote.\nvectors:"
     )
@@ -212,7 +206,8 @@ def _absent(default: Any) -> Any:
 
 def _title(command: str) -> str:
     word = "gradfix merge FILE" if command == "merge" else f"gradfix {command} --config FILE"
-    return f"# {ABOUT[command]}\n# Run it with: {word}\n# Lines behind a # show the default; remove the # to change one.\n"
+    kind = INITIALISED.get(command, MergeConfigOptions)
+    return f"# {kind.__doc__}\n# Run it with: {word}\n# Lines behind a # show the default; remove the # to change one.\n"
 
 
 def _entry(about: str, name: str, value: Any, active: bool) -> str:

@@ -25,8 +25,7 @@ from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import Asked, asked
 from gradfix.commands.configs import TransportConfig, given
-from gradfix.commands.guard import refuse_broken, sole_writer
-from gradfix.commands.halving import halving_batches, in_notes
+from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, sole_writer
 from gradfix.commands.page import write_page
 from gradfix.commands.setting import Setting, Shots, device_of, draw, read_unlabelled, setting
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound

@@ -14,8 +14,7 @@ from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
-from gradfix.commands.guard import guard_outputs
-from gradfix.commands.halving import halving_batches, in_notes
+from gradfix.commands.guard import guard_outputs, halving_batches, in_notes
 from gradfix.commands.setting import draw, setting
 from gradfix.data import Row
 from gradfix.data.rows import exact_hash

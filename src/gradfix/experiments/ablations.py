@@ -5,79 +5,68 @@ because how related the bases are decides what it shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 from gradfix.experiments import paper
 from gradfix.experiments.experiment import (
+    CLEAR,
+    Cell,
+    Claim,
+    Figure,
     Line,
+    PaperTable,
+    Questions,
     accuracy_table,
-    both,
+    beats,
     experiment,
     fixed_line,
+    mean,
     seeded_line,
+    stays,
+    text,
     title,
+    verdict,
 )
-from gradfix.experiments.lab import Book
 from gradfix.experiments.suite import Suite
-from gradfix.experiments.tables import CLEAR, Cell, Claim, Figure, Table, better, mean, points, text, verdict
 
 SELECTORS = ("herding", "k-medoids", "coreset")
 SIDES = ("base", "target", "base_tuned", "gradfix")
 
 
 @experiment("masks", "Mask strategies, oracle and estimated")
-def masks(book: Book) -> Table:
-    pair, shots = book.suite.pairs[0], book.grid.main[0]
-    tasks = book.suite.tasks(pair)
-    lines = {method: fixed_line(book, pair, method) for method in ("zero_shot", "fine_tuned")}
+def masks(ask: Questions) -> PaperTable:
+    pair, shots = ask.suite.pairs[0], ask.grid.main[0]
+    tasks = ask.suite.tasks(pair)
+    lines = {method: fixed_line(ask, pair, method) for method in ("zero_shot", "fine_tuned")}
     for mask in ("agree", "force", "magnitude"):
         values = {
-            task: [book.ask("oracle_mask", pair=pair, task=task, mask=mask)["accuracy"]] for task in tasks
+            task: [ask.measure("oracle_mask", pair=pair, task=task, mask=mask)["accuracy"]] for task in tasks
         }
         lines[f"oracle {mask}"] = Line(pair, f"oracle, {mask}", None, values, paper.masks(f"oracle {mask}"))
     for method in ("gradfix", "force", "magnitude", "random"):
-        line = seeded_line(book, pair, method, shots)
+        line = seeded_line(ask, pair, method, shots)
         lines[method] = Line(pair, f"estimated, {line.name}", shots, line.values, paper.masks(method))
-    header, rows = accuracy_table(book, list(lines.values()))
     zero = lines["zero_shot"]
     claims = [
-        _order("With the oracle's signs, forcing beats agreement.", lines["oracle force"], lines["oracle agree"]),
-        _order("With voted signs, agreement beats forcing.", lines["gradfix"], lines["force"]),
-        _level("The magnitude-scaled mask stays at zero-shot level, with the oracle's reference too.",
-               [lines["magnitude"], lines["oracle magnitude"]], zero),
-        _level("A random mask stays at zero-shot level.", [lines["random"]], zero),
+        beats("With the oracle's signs, forcing beats agreement.", (lines["oracle force"], lines["oracle agree"])),
+        beats("With voted signs, agreement beats forcing.", (lines["gradfix"], lines["force"])),
+        stays("The magnitude-scaled mask stays at zero-shot level, with the oracle's reference too.",
+              [lines["magnitude"], lines["oracle magnitude"]], zero),
+        stays("A random mask stays at zero-shot level.", [lines["random"]], zero),
     ]  # fmt: skip
     notes = ["The magnitude mask is fed with real-valued references: minus the mean gradient, or tau_B."]
-    return Table(
-        "Mask strategies, oracle and estimated", header, rows, {"label": paper.LABELS["masks"]}, claims, notes=notes
-    )  # fmt: skip
-
-
-def _order(sentence: str, left: Line, right: Line) -> Claim:
-    """The left one is better, clearly, on every task."""
-    return Claim(
-        sentence,
-        verdict([better(a, b) for a, b in both(left, right)]),
-        f"mean {points(left.mean, right.mean)}",
-    )
-
-
-def _level(sentence: str, lines: Sequence[Line], zero: Line) -> Claim:
-    near = [abs(a - b) <= 2 * CLEAR for line in lines for a, b in both(line, zero)]
-    shown = ", ".join(text(line.mean) for line in lines)
-    return Claim(sentence, verdict(near), f"mean {shown} against {text(zero.mean)} zero-shot")
+    return PaperTable(*accuracy_table(list(lines.values())), claims, notes=notes)
 
 
 @experiment("alpha_sensitivity", "Majority and mean vote along alpha")
-def alpha_sensitivity(book: Book) -> Table:
+def alpha_sensitivity(ask: Questions) -> PaperTable:
     """Validation accuracy at every alpha of the grid, averaged over seeds."""
-    pair, shots = book.suite.pairs[0], book.grid.curve
+    pair, shots = ask.suite.pairs[0], ask.grid.curve
     rows: list[list[Cell]] = []
     panels, above, wide = [], [], []
-    for task in book.suite.tasks(pair):
-        majority, average = (
-            _curve(book, pair, task, method, shots) for method in ("gradfix", "gradfix_mean")
-        )
+    for task in ask.suite.tasks(pair):
+        majority, average = (_curve(ask, pair, task, method, shots) for method in ("gradfix", "gradfix_mean"))
         for alpha in sorted(majority):
             rows.append([task, alpha, majority[alpha], average.get(alpha)])
         shared = [alpha for alpha in majority if alpha in average and alpha > 0]
@@ -91,19 +80,19 @@ def alpha_sensitivity(book: Book) -> Table:
               verdict([a > b for a, b in wide]),
               "alphas within 5 points of the best: " + ", ".join(f"{a} against {b}" for a, b in wide)),
     ]  # fmt: skip
-    return Table(
-        f"Majority and mean vote along alpha, {shots} per class, validation accuracy",
+    return PaperTable(
         ["task", "alpha", "majority", "mean"],
         rows,
-        {"label": paper.LABELS["alpha_sensitivity"], "figures": "the paper shows curves without numbers"},
         claims,
+        {"figures": "the paper shows curves without numbers"},
+        f"Majority and mean vote along alpha, {shots} per class, validation accuracy",
         Figure("lines", "alpha", "validation accuracy (%)", panels),
     )
 
 
-def _curve(book: Book, pair: str, task: str, method: str, shots: int) -> dict[float, float]:
+def _curve(ask: Questions, pair: str, task: str, method: str, shots: int) -> dict[float, float]:
     found: dict[float, list[float]] = {}
-    for answer in book.seeded(pair, task, method, shots):
+    for answer in ask.seeded(pair, task, method, shots):
         for alpha, accuracy in answer["curve"]:
             found.setdefault(alpha, []).append(accuracy)
     return {alpha: sum(values) / len(values) for alpha, values in sorted(found.items())}
@@ -119,16 +108,16 @@ def _series(name: str, curve: Mapping[float, float]) -> dict[str, object]:
 
 
 @experiment("sign_agreement", "Sign agreement per block and budget")
-def sign_agreement(book: Book) -> Table:
+def sign_agreement(ask: Questions) -> PaperTable:
     """Share of weights whose voted sign is that of the target's own task vector."""
-    pair, seed = book.suite.pairs[0], book.grid.seeds[0]
+    pair, seed = ask.suite.pairs[0], ask.grid.seeds[0]
     rows: list[list[Cell]] = []
     panels = []
     rising, uneven = [], []
-    for task in book.suite.tasks(pair):
+    for task in ask.suite.tasks(pair):
         found = {
-            shots: book.ask("agreement", pair=pair, task=task, shots=shots, seed=seed)
-            for shots in book.grid.budgets
+            shots: ask.measure("agreement", pair=pair, task=task, shots=shots, seed=seed)
+            for shots in ask.grid.budgets
         }
         blocks = list(dict.fromkeys(block for answer in found.values() for block in answer["blocks"]))
         for block in blocks:
@@ -136,7 +125,7 @@ def sign_agreement(book: Book) -> Table:
         whole = [_percent(answer["all"]) or 0.0 for answer in found.values()]
         rows.append([task, "all weights", *whole])
         rising.append(whole[-1] > whole[0])
-        last = list(found[book.grid.budgets[-1]]["blocks"].values())
+        last = list(found[ask.grid.budgets[-1]]["blocks"].values())
         uneven.append(100 * (max(last, default=0.0) - min(last, default=0.0)))
         panels.append({
             "title": task, "rows": blocks, "columns": [str(shots) for shots in found],
@@ -148,12 +137,12 @@ def sign_agreement(book: Book) -> Table:
         Claim("Agreement with the target's own task vector grows with the budget.", verdict(rising),
               "; ".join(f"{row[0]} {text(row[2])} to {text(row[-1])} %" for row in rows if row[1] == "all weights")),
     ]  # fmt: skip
-    return Table(
-        "Sign agreement of votes and tau_B per block and budget, in percent",
-        ["task", "block", *(f"{shots} per class" for shots in book.grid.budgets)],
+    return PaperTable(
+        ["task", "block", *(f"{shots} per class" for shots in ask.grid.budgets)],
         rows,
-        {"label": paper.LABELS["sign_agreement"], "figures": "the paper shows a heat map without numbers"},
         claims,
+        {"figures": "the paper shows a heat map without numbers"},
+        "Sign agreement of votes and tau_B per block and budget, in percent",
         Figure("heat", "examples per class", "block", panels),
     )
 
@@ -163,17 +152,17 @@ def _percent(value: float | None) -> float | None:
 
 
 @experiment("subset_selection", "Subset selection over budgets")
-def subset_selection(book: Book) -> Table:
-    pair, seed = book.suite.pairs[0], book.grid.seeds[0]
+def subset_selection(ask: Questions) -> PaperTable:
+    pair, seed = ask.suite.pairs[0], ask.grid.seeds[0]
     rows: list[list[Cell]] = []
     panels = []
     gains: dict[int, list[float]] = {}
-    for task in book.suite.tasks(pair):
+    for task in ask.suite.tasks(pair):
         curves: dict[str, list[list[float | None]]] = {name: [] for name in ("random", *SELECTORS)}
-        for shots in book.grid.selection:
-            random = mean([answer["accuracy"] for answer in book.seeded(pair, task, "gradfix", shots)])
+        for shots in ask.grid.selection:
+            random = mean([answer["accuracy"] for answer in ask.seeded(pair, task, "gradfix", shots)])
             chosen = {
-                name: book.ask("selected", pair=pair, task=task, selector=name, shots=shots, seed=seed)["accuracy"]
+                name: ask.measure("selected", pair=pair, task=task, selector=name, shots=shots, seed=seed)["accuracy"]
                 for name in SELECTORS
             }  # fmt: skip
             rows.append([task, shots, random, *chosen.values()])
@@ -181,7 +170,7 @@ def subset_selection(book: Book) -> Table:
             for name, value in {"random": random, **chosen}.items():
                 curves[name].append([float(shots), value])
         panels.append({"title": task, "series": [{"name": n, "points": p} for n, p in curves.items()]})
-    first, last = book.grid.selection[0], book.grid.selection[-1]
+    first, last = ask.grid.selection[0], ask.grid.selection[-1]
     average = {shots: mean(values) or 0.0 for shots, values in gains.items()}
     claims = [
         Claim(f"Structured selectors gain over random at {first} per class.",
@@ -190,42 +179,36 @@ def subset_selection(book: Book) -> Table:
               verdict([average[last] < max(average[first], CLEAR)]),
               f"average gain of the selectors {average[first]:+.1f} at {first}, {average[last]:+.1f} at {last}"),
     ]  # fmt: skip
-    return Table(
-        "Few-shot set selection over budgets (random: mean over seeds)",
+    return PaperTable(
         ["task", "per class", "random", *SELECTORS],
         rows,
-        {"label": paper.LABELS["subset_selection"], "figures": "the paper shows curves without numbers"},
         claims,
+        {"figures": "the paper shows curves without numbers"},
+        "Few-shot set selection over budgets (random: mean over seeds)",
         Figure("lines", "examples per class", "test accuracy (%)", panels),
     )
 
 
 @experiment("random_task_vector", "Random task vector under the same mask")
-def random_task_vector(book: Book) -> Table:
+def random_task_vector(ask: Questions) -> PaperTable:
     """Noise of tau's mean and deviation under the voted mask: what the votes do without the task vector."""
-    lines, claims = [], []
-    for pair in book.suite.pairs:
-        zero = fixed_line(book, pair, "zero_shot")
-        lines.append(zero)
-        wins, level = [], []
-        for shots in book.grid.main:
-            noise, ours = (seeded_line(book, pair, method, shots) for method in ("random_tau", "gradfix"))
-            lines += [noise, ours]
-            wins += [better(a, b) for a, b in both(ours, noise)]
-            level += [abs(a - b) <= 2 * CLEAR for a, b in both(noise, zero)]
-        shown = f"random vector {text(lines[-2].mean)}, GradFix {text(lines[-1].mean)}, zero-shot {text(zero.mean)}"
-        shown += f" at {book.grid.main[-1]} per class"
-        claims += [
-            Claim(f"{pair}: GradFix beats a random vector under the same mask.", verdict(wins), shown),
-            Claim(
-                f"{pair}: a random vector under the voted mask stays at zero-shot level.",
-                verdict(level),
-                shown,
-            ),
-        ]
-    header, rows = accuracy_table(book, lines)
-    label = {"label": paper.LABELS["random_task_vector"]}
-    return Table("Random task vector under the same mask", header, rows, label, claims)
+    lines: list[Line] = []
+    claims = []
+    for pair in ask.suite.pairs:
+        zero = fixed_line(ask, pair, "zero_shot")
+        noise, ours = (
+            [seeded_line(ask, pair, method, shots) for shots in ask.grid.main]
+            for method in ("random_tau", "gradfix")
+        )
+        lines += [zero, *(line for both in zip(noise, ours, strict=True) for line in both)]
+        shown = f"random vector {text(noise[-1].mean)}, GradFix {text(ours[-1].mean)}, zero-shot {text(zero.mean)}"
+        shown += f" at {ask.grid.main[-1]} per class"
+        wins = beats(
+            f"{pair}: GradFix beats a random vector under the same mask.", *zip(ours, noise, strict=True)
+        )
+        level = stays(f"{pair}: a random vector under the voted mask stays at zero-shot level.", noise, zero)
+        claims += [replace(wins, evidence=shown), replace(level, evidence=shown)]
+    return PaperTable(*accuracy_table(lines), claims)
 
 
 def needs_support(suite: Suite) -> str:
@@ -234,17 +217,18 @@ def needs_support(suite: Suite) -> str:
 
 
 @experiment("generalisation", "Task and support-set accuracy", needs_support)
-def generalisation(book: Book) -> Table:
+def generalisation(ask: Questions) -> PaperTable:
     """Does transport cost what the target knew? Accuracy on the task and on data that has nothing to do with it."""
-    pair, shots, seed = book.suite.pairs[0], book.grid.curve, book.grid.seeds[0]
-    tasks = book.suite.tasks(pair)
+    pair, shots, seed = ask.suite.pairs[0], ask.grid.curve, ask.grid.seeds[0]
+    tasks = ask.suite.tasks(pair)
     names = {"base": "old base", "target": title("zero_shot"), "base_tuned": "old base, fine-tuned",
              "gradfix": title("gradfix")}  # fmt: skip
     rows: list[list[Cell]] = []
     found = {}
     for who in SIDES:
         found[who] = {
-            task: book.ask("support", pair=pair, task=task, who=who, shots=shots, seed=seed) for task in tasks
+            task: ask.measure("support", pair=pair, task=task, who=who, shots=shots, seed=seed)
+            for task in tasks
         }
         row: list[Cell] = [names[who]]
         for task in tasks:
@@ -263,5 +247,4 @@ def generalisation(book: Book) -> Table:
     ]  # fmt: skip
     columns = [column for task in tasks for column in (task, f"{task} support")]
     header = ["model", *columns, "paper task mean", "paper support mean"]
-    label = {"label": paper.LABELS["generalisation"]}
-    return Table(f"Task and support-set accuracy, {shots} per class", header, rows, label, claims)
+    return PaperTable(header, rows, claims, title=f"Task and support-set accuracy, {shots} per class")

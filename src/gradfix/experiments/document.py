@@ -1,6 +1,7 @@
-"""docs/reproduction.md, written from the JSON of a run: `python -m gradfix.experiments.document RESULTS.json OUT.md`.
+"""What a reproduction leaves to read: a table as Markdown, its figure, and docs/reproduction.md from a run's JSON
+(`python -m gradfix.experiments.document RESULTS.json OUT.md`).
 
-Nothing in it is typed in that the run could contradict: verdicts, figures and tables come from the file."""
+Nothing in that page is typed in that the run could contradict: verdicts, figures and tables come from the file."""
 
 from __future__ import annotations
 
@@ -11,49 +12,68 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.write import write_text
-from gradfix.experiments.reproduce import markdown
-from gradfix.experiments.tables import FAILS, HOLDS, PARTLY
+from gradfix.experiments.experiment import FAILS, HOLDS, PARTLY, text_rows
 
+PANEL = 3.4  # inches
+COLOURS = ("#2f6f9f", "#c2571a", "#3d8b4f", "#7d4f9e")
+MARKERS = "os^D"
 VERDICTS = (HOLDS, PARTLY, FAILS)
 
-OPENING = """# Reproduction
 
-What the paper claims, and what the embedded models show. The {suite} suite is small: vision transformers of about
-a million weights, three corruptions of clothing images as tasks, and two targets for one old base. "unrelated" shares
-nothing with the old base but the architecture, as in the paper; "related" was continued from the same ancestor. A
-claim that fails here may hold at the paper's scale and the other way round; this page says what was measured.
+def markdown(table: Mapping[str, Any]) -> str:
+    """A table with its claims, as Markdown."""
+    header = list(table["header"])
+    lines = [f"## {table['paper'].get('label', '')}: {table['title']}", ""]
+    lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in text_rows(table["rows"])]
+    lines += ["", *(f"{note}\n" for note in table["notes"])]
+    lines += [f"- {c['text']} **{c['holds'] or 'not measured'}** ({c['evidence']})" for c in table["claims"]]
+    return "\n".join(lines) + "\n"
 
-Made by `{command}`: {words}, {minutes:.0f} minutes of
-measuring (wall time of all measurements added up; two processes share them, and a busy machine takes longer).
 
-A difference counts from one point of accuracy upwards; "at the level" and "near" mean within two points. A claim
-**holds** when it does in every comparison made for it (each task, each budget), **holds partly** when it does in some,
-**does not hold** when it does in none.
+def draw(figure: Mapping[str, Any], title: str, out: Path) -> None:
+    """Write `<out>.svg` and `<out>.png`; the data come from the experiment's JSON."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-Where the protocol differs from the paper's: alpha is chosen on validation images and never on test, 0 is always a
-candidate ("do not transport"), and a few-shot fine-tune with tuned rate and steps stands beside the paper's single
-step. The paper's figures in the tables are for ViT-B/16 on its own five tasks: they show the pattern to look for, not
-a number to hit.
-"""
+    panels = figure["panels"]
+    tall = 2.6 if figure["kind"] == "lines" else max(2.6, 0.22 * max(len(p["rows"]) for p in panels) + 1)
+    sheet = Figure(figsize=(PANEL * len(panels) + 0.6, tall + 0.5), layout="constrained")
+    FigureCanvasAgg(sheet)
+    axes = sheet.subplots(1, len(panels), squeeze=False)[0]
+    for number, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
+        (_lines if figure["kind"] == "lines" else _heat)(sheet, axis, panel, number == 0)
+        axis.set_title(panel["title"], fontsize=10)
+        axis.set_xlabel(figure["x"])
+    axes[0].set_ylabel(figure["y"])
+    sheet.suptitle(title, fontsize=11)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for suffix, metadata in ((".svg", {"Date": None}), (".png", None)):
+        sheet.savefig(out.with_suffix(suffix), dpi=150, metadata=metadata)
 
-CLOSING = """
-## The paper's own models
 
-    gradfix reproduce all --suite openclip --out runs/openclip
-    gradfix reproduce all --suite t5 --out runs/t5
+def _lines(sheet: Any, axis: Any, panel: Mapping[str, Any], first: bool) -> None:
+    for number, series in enumerate(panel["series"]):
+        xs, ys = zip(*series["points"], strict=True) if series["points"] else ((), ())
+        axis.plot(
+            xs, ys, color=COLOURS[number % 4], marker=MARKERS[number % 4], markersize=4, label=series["name"]
+        )
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    if first:
+        axis.legend(frameon=False, fontsize=8)
 
-Both download the paper's checkpoints and datasets, print a cost estimate and ask before they start, keep every
-fine-tune and every finished measurement in the out folder, and go on where they were interrupted. Without a
-connection, `--local google/flan-t5-base=FOLDER tanganke/dtd=FOLDER` puts folders in their place. These two suites
-have been run here on tiny stand-ins in the same formats only: their figures are still to be made.
 
-The paper does not name the five sources of its multi-source table; the suite takes five released ViT-B-16. It does not
-give the budget of its alpha figure and alpha table; ours is in the title of each table.
-
-Checking the paper's tables against themselves: the printed averages of ViT-L/14 with GradFix at 5, 10, 20 and 50 per
-class are 0.07 to 0.17 points below the average of their cells (ours are averages of the cells), and the supervision
-shares of DTD are slightly lower than its 5,640 images in 47 classes give (41.49 against 41.67 %).
-"""
+def _heat(sheet: Any, axis: Any, panel: Mapping[str, Any], first: bool) -> None:
+    values = [[float("nan") if value is None else value for value in row] for row in panel["values"]]
+    image = axis.imshow(values, cmap="viridis", aspect="auto", vmin=45, vmax=75)
+    axis.set_xticks(range(len(panel["columns"])), panel["columns"])
+    axis.set_yticks(range(len(panel["rows"])), panel["rows"] if first else [], fontsize=7)
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            shade = "white" if value < 62 else "black"
+            axis.text(j, i, f"{value:.0f}", ha="center", va="center", fontsize=6, color=shade)
+    sheet.colorbar(image, ax=axis, shrink=0.8)
 
 
 def document(results: Mapping[str, Any]) -> str:
@@ -64,14 +84,16 @@ def document(results: Mapping[str, Any]) -> str:
     command = f"gradfix reproduce all --suite {results['suite']}{flag}"
     words = "the quick grid: fewer seeds, budgets, alphas and test images" if quick else "the full grid"
     units = float(results.get("measured_seconds", 0.0))
-    parts = [OPENING.format(suite=results["suite"], command=command, words=words, minutes=units / 60)]
-    parts.append(_counts(tables))
+    parts = [_counts(tables)]
     for name in VERDICTS[::-1]:
         parts.append(_verdict_section(name, tables, results["suite"], flag))
     parts.append("\n# Tables\n")
     for name, table in tables.items():
         parts.append(f"\n{markdown(table)}\n`gradfix reproduce {name} --suite {results['suite']}{flag}`\n")
-    return "".join(parts) + CLOSING
+    page = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    return page.format(
+        suite=results["suite"], command=command, words=words, minutes=units / 60, content="".join(parts)
+    )
 
 
 def _counts(tables: Mapping[str, Any]) -> str:

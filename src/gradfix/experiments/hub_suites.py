@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from gradfix.align import align
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.save import save_like
 from gradfix.data import Dataset
-from gradfix.experiments import catalogue
-from gradfix.experiments.catalogue import Declared
-from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Side, Suite
+from gradfix.experiments import paper
+from gradfix.experiments.paper import Declared
+from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, SupportSet
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Lenders, Passes, Splits, Trial
-from gradfix.tasks.base import Bound, Task
+from gradfix.tasks.base import Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import Recipe, finetune
@@ -37,7 +37,7 @@ FEW = Search(wider=(), rates=(1e-6, 1e-5, 1e-4), steps=(5, 10, 20, 40))
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelPair:
     """A pair of checkpoints of one architecture; sizes are for the estimate."""
 
     base: str
@@ -60,7 +60,7 @@ class HubSuite(Suite):
     out: Path = Path("gradfix-reproduce")
     scenes_kept = 2  # a large model and its vectors take gigabytes
     asks_first = True
-    models: Mapping[str, Model] = field(default_factory=dict, init=False)
+    models: Mapping[str, ModelPair] = field(default_factory=dict, init=False)
     datasets: Mapping[str, Declared] = field(default_factory=dict, init=False)
     _data: dict[str, Dataset] = field(default_factory=dict, init=False, repr=False)
     _stage: Callable[[str], None] = field(default=lambda _: None, init=False, repr=False)
@@ -87,7 +87,7 @@ class HubSuite(Suite):
 
     def data(self, task: str) -> Dataset:
         if task not in self._data:
-            self._data[task] = catalogue.load(self.datasets[task], self.local)
+            self._data[task] = paper.load(self.datasets[task], self.local)
         return self._data[task]
 
     def where(self, model: str) -> str:
@@ -114,14 +114,8 @@ class HubSuite(Suite):
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
         samples = len(data.splits["train"]) + len(data.splits["validation"])
-        return Scene(
-            arena,
-            lambda: opener.open(base, device=self.device),
-            samples,
-            len(data.labels),
-            size,
-            model.tokens,
-        )
+        old = partial(opener.open, base, device=self.device)
+        return Scene(arena, old, samples, len(data.labels), size, model.tokens)
 
     def finetuned(self, model: str, task: str) -> Path:
         """The checkpoint of a base fine-tuned on a task: from the out folder, or made now."""
@@ -137,14 +131,11 @@ class HubSuite(Suite):
         part = folder.with_name(f".{name}.finetune")
         part.parent.mkdir(parents=True, exist_ok=True)
         finetune(
-            bound,
-            data.splits["train"],
-            checkpoint=part,
-            micro_batch=self.micro_batch,
-            progress=self._steps(f"fine-tuning {model} on {task}"),
-            recipe=self.recipe,
-        )
-        self._save(bound, model, folder)
+            bound, data.splits["train"], checkpoint=part, micro_batch=self.micro_batch,
+            progress=self._steps(f"fine-tuning {model} on {task}"), recipe=self.recipe,
+        )  # fmt: skip
+        source, made = open_checkpoint(self.where(model)), {"recipe": asdict(self.recipe)}
+        save_like(source, bound.model, folder, details=made, extras=bound.save_extras)
         part.unlink(missing_ok=True)
         return folder
 
@@ -157,12 +148,6 @@ class HubSuite(Suite):
             self._stage(f"{what}: step {done} of {self.recipe.steps}")
 
         return tell
-
-    def _save(self, bound: Bound, model: str, folder: Path) -> None:
-        source = open_checkpoint(self.where(model))
-        save_like(
-            source, bound.model, folder, details={"recipe": asdict(self.recipe)}, extras=bound.save_extras
-        )
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -205,7 +190,7 @@ class HubSuite(Suite):
 
     def _passes(self, question: Any, data: Declared) -> float:
         train, test = data.size
-        validation = min(catalogue.VALIDATION_MOST, train * catalogue.VALIDATION_SHARE)
+        validation = min(paper.VALIDATION_MOST, train * paper.VALIDATION_SHARE)
         shots = (question.get("shots") or 0) * data.class_count
         return 6 * shots + 2 * (len(self.grid.search.alphas) * validation + test)
 
@@ -228,17 +213,11 @@ SOURCE_TAGS = (
 )
 """The paper uses five sources without naming them; these are five released ViT-B-16 of one architecture."""
 
-OPEN_CLIP: Mapping[str, Model] = {
-    "ViT-B-16": Model(
-        B16 + "datacomp_xl_s13b_b90k",
-        B16 + "laion2b_s34b_b88k",
-        86e6,
-        150e6,
-        197,
-        tuple(B16 + tag for tag in SOURCE_TAGS),
-    ),
-    "ViT-L-14": Model(L14 + "datacomp_xl_s13b_b90k", L14 + "laion2b_s32b_b82k", 304e6, 428e6, 257),
-}
+OPEN_CLIP: Mapping[str, ModelPair] = {
+    "ViT-B-16": ModelPair(B16 + "datacomp_xl_s13b_b90k", B16 + "laion2b_s34b_b88k", 86e6, 150e6, 197,
+                          tuple(B16 + tag for tag in SOURCE_TAGS)),
+    "ViT-L-14": ModelPair(L14 + "datacomp_xl_s13b_b90k", L14 + "laion2b_s32b_b82k", 304e6, 428e6, 257),
+}  # fmt: skip
 
 
 @SUITES.register("openclip")
@@ -250,7 +229,7 @@ class OpenClipSuite(HubSuite):
     domain = "vision"
 
     def __post_init__(self) -> None:
-        self.models, self.datasets = OPEN_CLIP, catalogue.VISION
+        self.models, self.datasets = OPEN_CLIP, paper.VISION
         self.grid = _grid(self.quick, (1, 2, 5, 10, 20, 50), (1, 2, 5), 5)
 
     def make_task(self, data: Dataset) -> Task:
@@ -258,13 +237,13 @@ class OpenClipSuite(HubSuite):
 
     @cached_property
     def _support_data(self) -> Dataset:
-        return catalogue.load(catalogue.IMAGENET_R, self.local)
+        return paper.load(paper.IMAGENET_R, self.local)
 
-    def support(self, pair: str, side: str) -> Side:
+    def support(self, pair: str, side: str) -> SupportSet:
         data, model = self._support_data, self.models[pair]
         source = model.base if side == "base" else model.target
         bound = self.make_task(data).open(self.where(source), device=self.device)
-        return Side(bound, data.splits["test"])
+        return SupportSet(bound, data.splits["test"])
 
     def source_tasks(self) -> tuple[str, ...]:
         return self.tasks(self.pairs[0])
@@ -274,7 +253,9 @@ class OpenClipSuite(HubSuite):
         return [TaskVector.between(self.where(name), self.finetuned(name, task)) for name in names]
 
 
-T5: Mapping[str, Model] = {"T5": Model("google/t5-v1_1-base", "google/flan-t5-base", 248e6, 248e6, 64)}
+T5: Mapping[str, ModelPair] = {
+    "T5": ModelPair("google/t5-v1_1-base", "google/flan-t5-base", 248e6, 248e6, 64)
+}
 
 
 @SUITES.register("t5")
@@ -286,7 +267,7 @@ class T5Suite(HubSuite):
     domain = "text"
 
     def __post_init__(self) -> None:
-        self.models, self.datasets = T5, catalogue.TEXT
+        self.models, self.datasets = T5, paper.TEXT
         self.grid = _grid(self.quick, (50,), (50,), 50)
 
     def make_task(self, data: Dataset) -> Task:

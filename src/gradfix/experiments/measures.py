@@ -1,24 +1,33 @@
-"""The measurements behind the tables. Each is a function of a lab and plain arguments, and answers with plain data.
+"""The measurements behind the tables: questions about a suite, how each is answered, and where answers are kept.
 
-Every choice is made on the validation split; test examples are scored once, with what was chosen."""
+A question is a measure's name and its arguments, all plain data, and so is its answer: a small file that is whole
+or absent, so a killed run loses the question it was in and experiments share answers. Every choice is made on the
+validation split; test examples are scored once, with what was chosen."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradfix.errors import IncompatibleCheckpoints
-from gradfix.experiments.lab import MEASURES, Answer, Lab, Question
-from gradfix.experiments.suite import Scene
+from gradfix.checkpoints.write import write_text
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints
+from gradfix.experiments.suite import Scene, Suite
 from gradfix.merging.memory import mask_then_merge, merge, merge_then_mask
 from gradfix.methods.method import NotHere
 from gradfix.methods.methods import METHODS
 from gradfix.methods.search import Score, Setting
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
+from gradfix.methods.workfolder import digest
+from gradfix.registry import Registry
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.diagnostics import sign_agreement
 from gradfix.vectors.scale import dialled
@@ -27,11 +36,90 @@ from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
 from gradfix.votes.collect import collect_votes, left_as_it_was
 
+Answer = dict[str, Any]
+
+
+class Question(NamedTuple):
+    """What is asked: a measure and its arguments as sorted pairs."""
+
+    measure: str
+    arguments: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, measure: str, arguments: Mapping[str, Any]) -> Question:
+        return cls(measure, tuple(sorted(arguments.items())))
+
+    def get(self, name: str) -> Any:
+        return dict(self.arguments).get(name)
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """Questions of one place share a model and its votes."""
+        return (
+            str(self.get("pair") or ""),
+            str(self.get("task") or ""),
+            self.get("shots") or 0,
+            self.get("seed") or 0,
+        )
+
+    def __str__(self) -> str:
+        shown = ", ".join(str(value) for _, value in self.arguments if value is not None)
+        return f"{self.measure} ({shown})"
+
+
+Measure = Callable[..., Answer]
+MEASURES: Registry[Measure] = Registry("measure")
+
+
+class OpenSuite:
+    """A suite as one process sees it: its opened scenes, and the answers stored so far."""
+
+    def __init__(self, suite: Suite, store: Path) -> None:
+        self.suite, self.store = suite, store
+        self._identity = digest(suite.identity())
+        self._scenes: OrderedDict[tuple[str, str], Scene] = OrderedDict()
+
+    def scene(self, pair: str, task: str) -> Scene:
+        key = (pair, task)
+        if key not in self._scenes:
+            while len(self._scenes) >= self.suite.scenes_kept:
+                self._scenes.popitem(last=False)
+            self._scenes[key] = self.suite.open(pair, task)
+        self._scenes.move_to_end(key)
+        return self._scenes[key]
+
+    def known(self, question: Question) -> Answer | None:
+        path = self._path(question)
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return content["answer"]
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise CorruptInput(f"{path} is not a finished unit of work; remove it and run again.") from None
+
+    def answer(self, question: Question) -> Answer:
+        known = self.known(question)
+        if known is not None:
+            return known
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*tensors abstained")
+            found = MEASURES[question.measure](self, **dict(question.arguments))
+        found = {**found, "took": round(time.perf_counter() - start, 3)}
+        content = {"question": [question.measure, dict(question.arguments)], "answer": found}
+        write_text(self._path(question), json.dumps(content, allow_nan=False) + "\n")
+        return found
+
+    def _path(self, question: Question) -> Path:
+        name = digest([self._identity, question.measure, question.arguments])
+        return self.store / "units" / f"{question.measure}-{name}.json"
+
 
 @MEASURES.register("method")
-def run_method(lab: Lab, *, pair: str, task: str, method: str, shots: int, seed: int) -> Answer:
+def run_method(opened: OpenSuite, *, pair: str, task: str, method: str, shots: int, seed: int) -> Answer:
     """One method of `compare` on one few-shot set."""
-    scene = lab.scene(pair, task)
+    scene = opened.scene(pair, task)
     arena = scene.arena
     support = arena.support(shots, seed)
     arena.open_bill()
@@ -56,20 +144,20 @@ def run_method(lab: Lab, *, pair: str, task: str, method: str, shots: int, seed:
 
 
 @MEASURES.register("oracle_mask")
-def run_oracle_mask(lab: Lab, *, pair: str, task: str, mask: str) -> Answer:
+def run_oracle_mask(opened: OpenSuite, *, pair: str, task: str, mask: str) -> Answer:
     """A mask made from the target's own task vector instead of its votes."""
-    arena = lab.scene(pair, task).arena
+    arena = opened.scene(pair, task).arena
     known = arena.tuned_target()
     if known is None:
         return {"accuracy": None, "alpha": None, "curve": []}
-    support = arena.support(lab.suite.grid.main[0], lab.suite.grid.seeds[0])
+    support = arena.support(opened.suite.grid.main[0], opened.suite.grid.seeds[0])
     return _chosen(arena, support, transport(arena.tau, known, mask).update)
 
 
 @MEASURES.register("selected")
-def run_selected(lab: Lab, *, pair: str, task: str, selector: str, shots: int, seed: int) -> Answer:
+def run_selected(opened: OpenSuite, *, pair: str, task: str, selector: str, shots: int, seed: int) -> Answer:
     """GradFix on examples chosen by a selector, from the features of base A's frozen encoder."""
-    scene = lab.scene(pair, task)
+    scene = opened.scene(pair, task)
     arena = scene.arena
     labels = [str(example["label"]) for example in arena.splits.train]
     picked = select(_features(scene), labels, shots, selector, seed, allow_fewer=arena.passes.allow_fewer)
@@ -79,9 +167,9 @@ def run_selected(lab: Lab, *, pair: str, task: str, selector: str, shots: int, s
 
 
 @MEASURES.register("agreement")
-def run_agreement(lab: Lab, *, pair: str, task: str, shots: int, seed: int) -> Answer:
+def run_agreement(opened: OpenSuite, *, pair: str, task: str, shots: int, seed: int) -> Answer:
     """Per block, how often the votes and the target's own task vector have the same sign."""
-    arena = lab.scene(pair, task).arena
+    arena = opened.scene(pair, task).arena
     support = arena.support(shots, seed)
     votes = support.votes(support.whole)
     known = arena.tuned_target()
@@ -94,7 +182,7 @@ def run_agreement(lab: Lab, *, pair: str, task: str, shots: int, seed: int) -> A
 
 @MEASURES.register("merged")
 def run_merged(
-    lab: Lab,
+    opened: OpenSuite,
     *,
     pair: str,
     setting: str,
@@ -105,12 +193,12 @@ def run_merged(
     seed: int,
 ) -> Answer:
     """One merged model: several tasks of one source, or several sources of one task; one alpha for all tasks."""
-    tasks = list(lab.suite.tasks(pair)) if task is None else [task]
-    arenas = {name: lab.scene(pair, name).arena for name in tasks}
+    tasks = list(opened.suite.tasks(pair)) if task is None else [task]
+    arenas = {name: opened.scene(pair, name).arena for name in tasks}
     if setting == "tasks":
         vectors = [arena.tau for arena in arenas.values()]
     else:
-        vectors = [arenas[tasks[0]].by_module(vector) for vector in lab.suite.sources(tasks[0])]
+        vectors = [arenas[tasks[0]].by_module(vector) for vector in opened.suite.sources(tasks[0])]
     if pipeline == "baseline":
         update = merge(vectors, combiner)
     else:
@@ -124,12 +212,12 @@ def run_merged(
 
 
 @MEASURES.register("support")
-def run_support(lab: Lab, *, pair: str, task: str, who: str, shots: int, seed: int) -> Answer:
+def run_support(opened: OpenSuite, *, pair: str, task: str, who: str, shots: int, seed: int) -> Answer:
     """Task and support accuracy of the old base, its fine-tune, the target and the transported target."""
-    scene = lab.scene(pair, task)
+    scene = opened.scene(pair, task)
     arena = scene.arena
     old = who in ("base", "base_tuned")
-    side = lab.suite.support(pair, "base" if old else "target")
+    side = opened.suite.support(pair, "base" if old else "target")
     if side is None:
         return {"accuracy": None, "support": None}
     bound = scene.base() if old else arena.bound
@@ -138,7 +226,7 @@ def run_support(lab: Lab, *, pair: str, task: str, who: str, shots: int, seed: i
         update, alpha = arena.tau, 1.0
     elif who == "gradfix":
         asked = {"pair": pair, "task": task, "method": "gradfix", "shots": shots, "seed": seed}
-        alpha = lab.answer(Question.of("method", asked))["alpha"]
+        alpha = opened.answer(Question.of("method", asked))["alpha"]
         few = arena.support(shots, seed)
         update = transport(arena.tau, few.votes(few.whole)).update
     accuracies = []
@@ -151,9 +239,9 @@ def run_support(lab: Lab, *, pair: str, task: str, who: str, shots: int, seed: i
 
 
 @MEASURES.register("counts")
-def run_counts(lab: Lab, *, pair: str, task: str) -> Answer:
+def run_counts(opened: OpenSuite, *, pair: str, task: str) -> Answer:
     """Sizes, counted from the data and the opened model."""
-    scene = lab.scene(pair, task)
+    scene = opened.scene(pair, task)
     return {
         "samples": scene.samples,
         "classes": scene.classes,

@@ -1,28 +1,32 @@
 """`gradfix reproduce`: plan the questions, answer them, lay out the tables.
 
 Planning opens nothing, so the cost is known before anything starts. Answers live in the out folder: a second
-run, or another table that shares them, reads them back."""
+run, or another table that shares them, reads them back. Several processes may answer."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.write import write_text
-from gradfix.commands.configs import ReproduceConfig
 from gradfix.errors import UsageError
 from gradfix.experiments import paper
-from gradfix.experiments.experiment import EXPERIMENTS
-from gradfix.experiments.figures import draw
-from gradfix.experiments.lab import Answer, Book, Question, answer_all
+from gradfix.experiments.experiment import EXPERIMENTS, Questions, text_rows
+from gradfix.experiments.measures import Answer, OpenSuite, Question
 from gradfix.experiments.suite import SUITES, Estimate, Suite
-from gradfix.experiments.tables import Table, text_rows
 from gradfix.registry import unknown
 
 Stage = Callable[[str], None]
@@ -38,7 +42,6 @@ class Reproduction:
     content: Mapping[str, Mapping[str, Any]]
     versions: Mapping[str, Any]
     seconds: float = 0.0
-    files: Sequence[str] = field(default=())
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -73,8 +76,8 @@ def _narrow(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[l
 
 
 @dataclass(frozen=True)
-class Job:
-    """A planned reproduction: what it will ask, and what that costs."""
+class PlannedReproduction:
+    """What a reproduction will ask, and what that costs."""
 
     suite: Suite
     names: Sequence[str]
@@ -91,36 +94,36 @@ class Job:
             self.suite.use(store, stage)
             answers = answer_all(self.suite, store, self.questions, stage)
             stage("laying out the tables")
-            content = {name: _table(name, self.suite, answers) for name in self.names}
-            files = [str(path) for path in _write(content, self.out)] if self.out is not None else []
+            content = {name: EXPERIMENTS[name].table(self.suite, answers) for name in self.names}
         seconds = sum(answer.get("took", 0.0) for answer in answers.values())
-        made = Reproduction(self.suite.name, self.quick, content, versions(), seconds, files)
+        made = Reproduction(self.suite.name, self.quick, content, versions(), seconds)
         if self.out is not None:
+            _write(content, self.out)
             write_text(self.out / RESULTS, json.dumps(made.as_json(), indent=1) + "\n")
         return made
 
 
-def plan_reproduce(config: ReproduceConfig, suite: Suite | None = None) -> Job:
-    """Check the names and list the questions; nothing is opened or downloaded."""
-    names = _names(config.table)
-    chosen = suite if suite is not None else SUITES[config.suite](quick=config.quick, local=_local(config))
+def plan_reproduce(
+    table: str = "all",
+    suite: str | Suite = "pocket",
+    *,
+    quick: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    local: Sequence[str] = (),
+) -> PlannedReproduction:
+    """Check the names and list the questions; nothing is opened or downloaded.
+
+    `local` are NAME=FOLDER words: folders that stand in for hub models and datasets."""
+    names = _names(table)
+    chosen = SUITES[suite](quick=quick, local=_folders(local)) if isinstance(suite, str) else suite
     questions: dict[Question, None] = {}
     for name in names:
         if not EXPERIMENTS[name].needs(chosen):
-            book = Book(chosen)
-            EXPERIMENTS[name].run(book)
-            questions |= book.asked
-    out = Path(config.out) if config.out else None
-    if out is None and chosen.asks_first:
-        out = Path(f"gradfix-reproduce-{chosen.name}")
-    return Job(chosen, names, list(questions), out, config.quick)
-
-
-def run_reproduce(
-    config: ReproduceConfig, stage: Stage = lambda _: None, suite: Suite | None = None
-) -> Reproduction:
-    """Reproduce one table or all of them on a suite; `suite` replaces the one the config names."""
-    return plan_reproduce(config, suite).run(stage)
+            ask = Questions(chosen)
+            EXPERIMENTS[name].run(ask)
+            questions |= ask.asked
+    folder = Path(out) if out else Path(f"gradfix-reproduce-{chosen.name}") if chosen.asks_first else None
+    return PlannedReproduction(chosen, names, list(questions), folder, quick)
 
 
 def _names(table: str) -> list[str]:
@@ -131,9 +134,9 @@ def _names(table: str) -> list[str]:
     return [table]
 
 
-def _local(config: ReproduceConfig) -> dict[str, str]:
+def _folders(local: Sequence[str]) -> dict[str, str]:
     found = {}
-    for entry in config.local:
+    for entry in local:
         name, _, folder = entry.partition("=")
         if not name or not folder:
             raise UsageError(f"--local {entry!r} must read NAME=FOLDER, e.g. tanganke/dtd=data/dtd.")
@@ -150,37 +153,72 @@ def _folder(out: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _table(name: str, suite: Suite, answers: Mapping[Question, Answer]) -> dict[str, Any]:
-    entry = EXPERIMENTS[name]
-    reason = entry.needs(suite)
-    if reason:
-        absent = Table(
-            entry.title, ["not measured"], [[reason]], {"label": paper.LABELS[name]}, notes=[reason]
-        )
-        return absent.as_json(0.0)
-    book = Book(suite, answers)
-    return entry.run(book).as_json(book.seconds())
-
-
-def _write(content: Mapping[str, Mapping[str, Any]], out: Path) -> list[Path]:
+def _write(content: Mapping[str, Mapping[str, Any]], out: Path) -> None:
     """One Markdown and one JSON file per table, and the figures."""
-    files = []
+    from gradfix.experiments.document import (
+        draw,
+        markdown,
+    )  # a script as well: imported early, it would run twice
+
     for name, table in content.items():
         path = out / "tables" / f"{name}.json"
         write_text(path, json.dumps(table, indent=1) + "\n")
         write_text(path.with_suffix(".md"), markdown(table))
-        files += [path, path.with_suffix(".md")]
         if table["figure"] is not None:
-            files += draw(table["figure"], table["title"], out / "figures" / name)
-    return files
+            draw(table["figure"], table["title"], out / "figures" / name)
 
 
-def markdown(table: Mapping[str, Any]) -> str:
-    """A table with its claims, as Markdown."""
-    header = list(table["header"])
-    lines = [f"## {table['paper'].get('label', '')}: {table['title']}", ""]
-    lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in text_rows(table["rows"])]
-    lines += ["", *(f"{note}\n" for note in table["notes"])]
-    lines += [f"- {c['text']} **{c['holds'] or 'not measured'}** ({c['evidence']})" for c in table["claims"]]
-    return "\n".join(lines) + "\n"
+def answer_all(
+    suite: Suite, store: Path, questions: Sequence[Question], stage: Stage
+) -> dict[Question, Answer]:
+    """Every answer; questions of one place are answered together, by as many processes as the suite likes."""
+    opened = OpenSuite(suite, store)
+    found = {question: known for question in questions if (known := opened.known(question)) is not None}
+    missing = sorted((q for q in questions if q not in found), key=lambda q: (q.place, str(q)))
+    groups = [list(group) for _, group in groupby(missing, key=lambda q: q.place)]
+    for question, answer in _answered(suite, opened, groups):
+        found[question] = answer
+        stage(f"{len(found)} of {len(questions)}: {question}")
+    return found
+
+
+def _answered(
+    suite: Suite, opened: OpenSuite, groups: Sequence[list[Question]]
+) -> Iterator[tuple[Question, Answer]]:
+    workers = min(suite.processes, os.cpu_count() or 1, len(groups))
+    if workers < 2:
+        for group in groups:
+            for question in group:
+                yield question, opened.answer(question)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        workers, mp_context=spawn, initializer=_start, initargs=(suite, opened.store)
+    ) as pool:
+        jobs = {pool.submit(_work, group): group for group in sorted(groups, key=len, reverse=True)}
+        try:
+            for job in as_completed(jobs):
+                yield from zip(jobs[job], job.result(), strict=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_OPENED: list[OpenSuite] = []
+
+
+def _start(suite: Suite, store: Path) -> None:
+    """One thread per process: small models gain nothing from more."""
+    heal_torchvision()
+    torch.set_num_threads(1)
+    _OPENED[:] = [OpenSuite(suite, store)]
+
+
+def _work(questions: Sequence[Question]) -> list[Answer]:
+    return [_OPENED[0].answer(question) for question in questions if _wanted()]
+
+
+def _wanted() -> bool:
+    """A killed parent leaves its workers behind; they stop at the next question."""
+    parent = multiprocessing.parent_process()
+    return parent is None or parent.is_alive()

@@ -1,0 +1,65 @@
+"""`gradfix finetune`: the recipe that makes fine-tunes, from a checkpoint folder to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.save import save_like
+from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
+from gradfix.commands.configs import FinetuneConfig, given
+from gradfix.commands.guard import sole_writer
+from gradfix.commands.setting import Setting, setting
+from gradfix.data import Row, check_disjoint, few_shot
+from gradfix.errors import DataError
+from gradfix.tasks.scoring import evaluate
+
+
+def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
+    from gradfix.training.finetuning import finetune
+
+    source, out = open_checkpoint(config.model), Path(config.out)
+    refuse_inside(out, [source.path] if source.path else [])
+    refuse_occupied(out, config.overwrite)
+    start = setting(config)
+    rows, notes = _training_rows(start, config)
+    if config.dry_run:
+        start.open(config.model)
+        return {
+            "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}",
+            "notes": notes,
+        }
+    with sole_writer(config):
+        bound = start.open(config.model)
+        state = out.with_name(f".{out.name}.finetune")
+        finetune(
+            bound, rows, steps=config.steps, batch_size=config.train_batch, lr=config.lr,
+            weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
+            checkpoint=state,
+        )  # fmt: skip
+        save_like(
+            source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
+            extras=bound.save_extras,
+        )  # fmt: skip
+        discard(state)
+    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": notes}
+    test = start.dataset.splits.get("test")
+    if test:
+        result["test"] = evaluate(bound.model, bound, bound.scoring_batches(test, config.batch_size))
+        result["summary"] += f": test accuracy {result['test']['accuracy']:.2f} %"
+    return result
+
+
+def _training_rows(start: Setting, config: FinetuneConfig) -> tuple[list[Row], list[str]]:
+    """The examples to train on, none of which the test split knows, and notes on the data."""
+    rows, test = start.dataset.pick("train"), start.dataset.splits.get("test")
+    if rows is test:
+        raise DataError(
+            f"{start.dataset.source} has only a test split; examples to train on come from train. Add a train file."
+        )
+    if config.shots is not None:
+        rows = [rows[index] for index in few_shot(rows, config.shots, config.seed)]
+    repeats = check_disjoint({"train": rows, **({"test": test} if test else {})})
+    return rows, [*start.notes, *repeats]
