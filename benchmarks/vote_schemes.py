@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.engines.loop import batch_size, loop, take

@@ -14,7 +14,7 @@ from gradfix.cli import run
 from gradfix.commands.configs import PlanConfig
 from gradfix.commands.plan import run_plan
 from gradfix.commands.rehearsal import Allocations, Rehearsal
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched.forms import BLOCK_BYTES
 from gradfix.votes.collect import ENGINES, voting_parameters
 from gradfix.votes.needs import Pace, Shape, choose_mode, plan_vote, shape_of

@@ -16,7 +16,8 @@ from gradfix.commands.configs import VoteConfig
 from gradfix.commands.vote_processes import vote_as_rank
 from gradfix.errors import CorruptInput
 from gradfix.system.processes import Group, LostProcess, in_processes
-from gradfix.vectors.signvotes import SignVotes, Tally
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.votes.tally import Tally
 from gradfix.votes import resume, slots
 from gradfix.votes.distributed.slots import Slots
 from gradfix.votes.resume import resumable

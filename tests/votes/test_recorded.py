@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.engines.loop import NotFinite, loop, take

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.batched.forms import Dense, Product, Rows, Sum, Tied, combine, densify
 from gradfix.votes.batched.layers import RULES

@@ -19,7 +19,8 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.probe import fetched, probe_module
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
-from gradfix.vectors.signvotes import SignVotes, Sums, Tally, dtype_for
+from gradfix.vectors.signvotes import SignVotes, dtype_for
+from gradfix.votes.tally import Sums, Tally
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import batched

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.state import State, save_state
 from gradfix.errors import CorruptInput
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.engines.loop import Batch
 
 SAVE_EVERY_SECONDS = 10.0

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched.graph import picked_rows, reach
 from gradfix.votes.batched.plan import NeedsLoop, Plan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.engines.loop import Batch, Loss, NotFinite
 
 Pass = Callable[[Batch, Tally], Tensor]  # folds a batch's votes, gives whether all its losses are finite

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched import kernels
 from gradfix.votes.batched.forms import Dense, Form, Sum, combine, densify
 from gradfix.votes.batched.layers import Call, Samples

@@ -17,7 +17,8 @@ from torch import nn
 
 from gradfix.errors import DataError
 from gradfix.system.processes import Group, together
-from gradfix.vectors.signvotes import SignVotes, Tally, dtype_for
+from gradfix.vectors.signvotes import SignVotes, dtype_for
+from gradfix.votes.tally import Tally
 from gradfix.votes.collect import (
     Engine,
     choose_engine,

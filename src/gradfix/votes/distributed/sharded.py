@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.system.processes import Group, together
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.collect import BAD_SAMPLE_SHARE, left_as_it_was, voting_parameters
 from gradfix.votes.distributed.parallel import Batches
 from gradfix.votes.distributed.slots import Slots

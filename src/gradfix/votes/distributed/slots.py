@@ -11,7 +11,7 @@ from pathlib import Path
 from gradfix.checkpoints.safetensors_file import SafetensorsFile
 from gradfix.errors import CorruptInput
 from gradfix.system.processes import Group, together
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.resume import SAVE_EVERY_SECONDS, Shelf, load_partial, stranger
 
 

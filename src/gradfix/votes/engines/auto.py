@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 from gradfix.votes.batched.engine import LOOP_SHARE, batched, left_out_share
 from gradfix.votes.engines.loop import Batch, Loss, backward, batch_size, folding, loop, samples, take
 

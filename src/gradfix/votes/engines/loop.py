@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
