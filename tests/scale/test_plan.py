@@ -14,10 +14,10 @@ from gradfix.cli import run
 from gradfix.commands.configs import PlanConfig
 from gradfix.commands.plan import run_plan
 from gradfix.commands.rehearsal import Allocations, Rehearsal
-from gradfix.votes.tally import Tally
 from gradfix.votes.batched.forms import BLOCK_BYTES
 from gradfix.votes.collect import ENGINES, voting_parameters
 from gradfix.votes.needs import Pace, Shape, choose_mode, plan_vote, shape_of
+from gradfix.votes.tally import Tally
 from tiny import save_tiny
 
 EIGHT_B = Shape(8_030_261_248, 525_336_576, 16_060_522_496, 32, 4096, 14336, 128_256, 512)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradfix.votes.tally import Tally
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.batched.forms import Dense, Product, Rows, Sum, Tied, combine, densify
 from gradfix.votes.batched.layers import RULES
 from gradfix.votes.batched.rows import Layout, candidates, explain
 from gradfix.votes.engines.loop import loop
+from gradfix.votes.tally import Tally
 
 Sizes = dict[str, int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply, transport
 from gradfix.votes.collect import collect_gradient, collect_votes
+from gradfix.votes.engines.loop import Batches
 
 T = TypeVar("T")
 WORDS = {"vote": ["majority", "mean"], "head": ["error", "copy", "skip"]}
@@ -221,13 +222,14 @@ class _Transport:
             return -collect_gradient(self.bound.model, self.bound.loss, self.fewshot)
         if self.config.votes is not None:
             return self._votes_from_file(self.config.votes)
-        return self._vote(self.fewshot, None if self.config.dry_run else self._partial())
+        rows = self.shots.fewshot
+        named = Batches(self.bound.collate, rows, self.config.batch_size, [row.where for row in rows])
+        return self._vote(named, None if self.config.dry_run else self._partial())
 
-    def _vote(self, batches: Sequence[Any], checkpoint: Path | None = None) -> SignVotes:
+    def _vote(self, batches: Batches, checkpoint: Path | None = None) -> SignVotes:
         votes = collect_votes(
             self.bound.model, self.bound.loss, batches,
             vote=self.config.vote, engine=self.config.engine, checkpoint=checkpoint,  # type: ignore[arg-type]
-            where=[row.where for row in self.shots.fewshot] if checkpoint is not None else None,
         )  # fmt: skip
         self.notes.extend(note for note in votes.notes if note not in self.notes)
         return votes

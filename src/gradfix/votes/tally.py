@@ -27,6 +27,10 @@ class Tally:
         if self._buffers:
             torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
     def reserve(self, samples: int) -> None:
         self.count += samples
         dtype = dtype_for(self.count)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.votes.tally import Tally
 from gradfix.votes.batched.graph import picked_rows, reach
 from gradfix.votes.batched.plan import NeedsLoop, Plan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import (
@@ -44,6 +43,7 @@ from gradfix.votes.engines.loop import (
     samples,
     take,
 )
+from gradfix.votes.tally import Tally
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop

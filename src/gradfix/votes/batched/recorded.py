@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradfix.votes.tally import Tally
 from gradfix.votes.engines.loop import Batch, Loss, NotFinite
+from gradfix.votes.tally import Tally
 
 Pass = Callable[[Batch, Tally], Tensor]  # folds a batch's votes, gives whether all its losses are finite
 

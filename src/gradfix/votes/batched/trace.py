@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.votes.tally import Tally
 from gradfix.votes.batched import kernels
 from gradfix.votes.batched.forms import Dense, Form, Sum, combine, densify
 from gradfix.votes.batched.layers import Call, Samples
@@ -34,6 +33,7 @@ from gradfix.votes.batched.watch import (
     refuse_inner,
     tensors_in,
 )
+from gradfix.votes.tally import Tally
 
 _CASTS = {
     Tensor.to,

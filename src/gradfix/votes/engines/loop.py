@@ -6,8 +6,9 @@ other engine is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gradfix.votes.tally import Tally
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
-
+Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
 
 SILENT = (
     "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
@@ -29,6 +30,27 @@ SILENT = (
 
 class NotFinite(Exception):
     """An engine found a loss that is NaN or infinite; nothing of the batch has been counted."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches that are put together when asked for, so that a process makes only those it needs.
+
+    `where` are the samples' names for messages."""
+
+    collate: Callable[[Sequence[Any]], Batch]
+    rows: Sequence[Any]
+    size: int
+    where: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        return (len(self.rows) + self.size - 1) // self.size
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.collate(self.rows[index * self.size : (index + 1) * self.size])
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
 
 
 def batch_size(batch: Batch) -> int:
