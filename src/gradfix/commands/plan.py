@@ -32,6 +32,7 @@ from gradfix.errors import UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.loading import first_line, quiet_transformers
 from gradfix.votes.collect import ENGINES
+from gradfix.votes.engines.loop import folding
 from gradfix.votes.needs import (
     GIB,
     Pace,
@@ -181,14 +182,15 @@ class Rehearsal:
             looking = Allocations(model)
             with counted, looking, torch.no_grad():
                 self.score(model, samples)
-            folding, bare = Allocations(model), Allocations(model)
-            with folding, _folding(model):
+            folded, bare = Allocations(model), Allocations(model)
+            voting = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            with folded, folding(voting, lambda _, gradient: gradient.sign().to(torch.int8)):
                 self.score(model, samples).sum().backward()
             with _anchored(model) as anchor, bare:
                 losses = self.score(model, samples)
                 kept = bare.now
                 losses.sum().backward(inputs=[anchor])
-        sizes = (folding.peak, bare.peak, kept, looking.peak)
+        sizes = (folded.peak, bare.peak, kept, looking.peak)
         memory, without, kept, looked = (int(size * self.scale) for size in sizes)
         return Pass(samples, memory, without, kept, looked, float(counted.get_total_flops()))
 
@@ -313,23 +315,6 @@ def _with_shapes(model: nn.Module) -> Iterator[nn.Module]:
         for module, parameters, buffers in before:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-@contextmanager
-def _folding(model: nn.Module) -> Iterator[None]:
-    """Take every finished gradient's sign as an integer, then let it go."""
-
-    def fold(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.sign().to(torch.int8)
-        parameter.grad = None
-
-    handles = [p.register_post_accumulate_grad_hook(fold) for p in model.parameters() if p.requires_grad]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -34,6 +34,9 @@ from gradfix.votes.collect import collect, collect_votes
 from gradfix.votes.engines.loop import Batches
 from gradfix.votes.resume import PartialVote, PartialVoteInStep
 
+ORIGIN = ("task", "shots", "seed", "select", "vote", "engine", "batch_size", "dtype", "pooling",
+          "max_length")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class VoteResult:
@@ -93,6 +96,7 @@ class Vote:
         self.config, self.progress, self.group = config, progress, group
         self.out = Path(config.out)
         self.held = ExitStack()  # locks
+        self.names: NameMap | None = None  # from before the model was taken apart, where it was
 
     def run(self) -> VoteResult:
         config = self.config
@@ -137,14 +141,10 @@ class Vote:
         """Write the votes; gives them as they were written, where this process has them."""
         with self.together():  # nobody forgets its part before the sum is on disk
             if self.group is None or self.group.leads:
-                votes = on_disk(votes, bound, self.config.target, origin, self.names())
+                votes = on_disk(votes, bound, self.config.target, origin, self.names)
                 votes.save(self.out)
         found: SignVotes = votes
         return found
-
-    def names(self) -> NameMap | None:
-        """From before the model was taken apart, where it was."""
-        return None
 
 
 class OffloadedVote(Vote):
@@ -174,6 +174,7 @@ class OffloadedVote(Vote):
         bound, self.model = _open_built(
             start, self.config, "--offload", lambda make, source: load_offloaded(make, source, folder, limits)
         )
+        self.names = self.model.names
         return bound
 
     def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
@@ -184,10 +185,6 @@ class OffloadedVote(Vote):
         partial = PartialVote(partial_vote(self.out)) if self.config.resume else None
         votes = OnDisk(bound.model, bound.loss, batches, self.model.ties)
         return collect(votes, partial, identity, self.progress)
-
-    def names(self) -> NameMap | None:
-        found: NameMap = self.model.names
-        return found
 
 
 class ParallelVote(Vote):
@@ -302,22 +299,10 @@ def asked_of(task: Task, bound: Bound) -> str:
 
 def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[str, Any]:
     """What the bits of these votes depend on besides the target: settings, examples, device, versions."""
-    names = [
-        "task",
-        "shots",
-        "seed",
-        "select",
-        "vote",
-        "engine",
-        "batch_size",
-        "dtype",
-        "pooling",
-        "max_length",
-    ]
     examples = hashlib.sha256("".join(f"{exact_hash(row)}\n" for row in fewshot).encode())
     device = next(bound.model.parameters()).device
     return {
-        "settings": {name: getattr(config, name) for name in names},
+        "settings": {name: getattr(config, name) for name in ORIGIN},
         "examples": examples.hexdigest(),
         "device": device_name(device),
         **versions(),

@@ -91,17 +91,6 @@ class SignVotes(Mapping[str, Tensor]):
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
         )
 
-    def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
-        tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
-        return SignVotes(
-            tensors,
-            self.count,
-            rule=self.rule,
-            target_hash=self.target_hash,
-            probe=self.probe,
-            notes=self.notes,
-        )
-
     def save(self, path: str | os.PathLike[str]) -> None:
         from gradfix.checkpoints.write import save_tensors
 
@@ -127,16 +116,9 @@ class SignVotes(Mapping[str, Tensor]):
     def _repr_html_(self) -> str:
         from gradfix.vectors.diagnostics import notebook_table
 
-        rows = [
-            (
-                name,
-                "x".join(map(str, t.shape)),
-                f"{float((t == 0).float().mean()):.1%}",
-                f"{int(t.abs().max())}",
-            )
-            for name, t in list(self.items())[:12]
-            if t.numel()
-        ]
+        shown = [(name, t) for name, t in list(self.items())[:12] if t.numel()]
+        ties = {name: f"{float((t == 0).float().mean()):.1%}" for name, t in shown}
+        rows = [(n, "x".join(map(str, t.shape)), ties[n], f"{int(t.abs().max())}") for n, t in shown]
         return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
 
 

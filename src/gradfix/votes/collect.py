@@ -213,7 +213,7 @@ class MeanInMemory(VoteRun[Sums]):
         def add(name: str, gradient: Tensor) -> None:
             self.tally[name].add_(gradient.to_dense() if gradient.is_sparse else gradient)
 
-        return folding(self.tally, add)
+        return folding(self.tally.parameters, add)
 
     def fold(self, step: VoteStep) -> list[Bad]:
         for number, sample in enumerate(samples(step.batch), step.first):

@@ -60,7 +60,7 @@ class Rule:
     functions: Sequence[Callable[..., Any]] = ()
     owns_output = True  # the output is not kept for the operation's own backward
     spreads = (
-        False  # its operation runs with a weight per sample, whose gradients it gets instead of the output's
+        False  # it gets the gradients of a weight per sample, which its operation runs with, not the output's
     )
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
@@ -156,14 +156,8 @@ class Matmul(Rule):
     """y = x W or W x, and b + x W: bare projections and GPT-2's Conv1D."""
 
     functions = (
-        torch.matmul,
-        torch.mm,
-        torch.addmm,
-        Tensor.matmul,
-        Tensor.mm,
-        Tensor.addmm,
-        Tensor.__matmul__,
-        Tensor.__rmatmul__,
+        *(torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm),
+        *(Tensor.__matmul__, Tensor.__rmatmul__),
     )
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:

@@ -157,12 +157,12 @@ def overwrites(function: Callable[..., Any]) -> bool:
 
 
 _COPIES = {
+    torch.broadcast_to,
+    torch.tile,
     Tensor.expand,
     Tensor.expand_as,
-    torch.broadcast_to,
     Tensor.broadcast_to,
     Tensor.repeat,
-    torch.tile,
 }
 
 

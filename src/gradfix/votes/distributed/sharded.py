@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from gradfix.vectors.signvotes import dtype_for
 from gradfix.votes.collect import VoteRun, refuse_bad, refuse_nothing, voting_parameters
 from gradfix.votes.distributed.build import Sharded, SignReduceScatter, refuse_untied
 from gradfix.votes.distributed.parallel import gathered
-from gradfix.votes.engines.loop import Batches, Loss, take
+from gradfix.votes.engines.loop import Batches, Loss, folding, take
 from gradfix.votes.resume import Bad, VoteStep, local, vote_key
 from gradfix.votes.tally import Tally
 
@@ -72,28 +72,13 @@ class InShards(VoteRun[ShardedVotes]):
             index, row = divmod(min(number, self.count - 1), self.batches.size)
             yield VoteStep(number, take(self.batches[index], slice(row, row + 1)))
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        handles = [
-            parameter.register_post_accumulate_grad_hook(self._fold_slice(name))
-            for name, parameter in self.parameters.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def hooks(self) -> AbstractContextManager[None]:
+        return folding(self.parameters, self._fold_slice)
 
-    def _fold_slice(self, name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return
-            buffer = self.tally[name]
-            buffer.sub_(local(parameter.grad).to(buffer.dtype))
-            parameter.grad = None
-            self.folds[name] += 1
-
-        return hook
+    def _fold_slice(self, name: str, gradient: Tensor) -> None:
+        buffer = self.tally[name]
+        buffer.sub_(local(gradient).to(buffer.dtype))
+        self.folds[name] += 1
 
     def fold(self, step: VoteStep) -> list[Bad]:
         """All processes fold one sample each; those beyond the last sample take part without voting."""

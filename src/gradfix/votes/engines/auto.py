@@ -67,7 +67,7 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
         size = dense.abs() if dense.dim() < 2 else dense.abs().max()
         largest[name] = torch.maximum(largest[name], size) if name in largest else size
 
-    with folding(trial, take_back):
+    with folding(trial.parameters, take_back):
         for sample in samples(batch):
             backward(loss, model, sample)
     scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)

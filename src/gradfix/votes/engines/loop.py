@@ -6,7 +6,7 @@ other engine is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,10 +73,10 @@ def samples(batch: Batch) -> Iterator[Batch]:
 
 
 @contextmanager
-def folding(tally: Tally, fold: Callable[[str, Tensor], None]) -> Iterator[None]:
+def folding(parameters: Mapping[str, Tensor], fold: Callable[[str, Tensor], object]) -> Iterator[None]:
     """Call `fold(name, gradient)` for every finished gradient, then drop the gradient."""
     handles = []
-    for name, parameter in tally.parameters.items():
+    for name, parameter in parameters.items():
 
         def hook(parameter: Tensor, name: str = name) -> None:
             if parameter.grad is not None:
@@ -106,7 +106,7 @@ def fold_each(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
             gradient = gradient.to_dense()
         buffer.sub_(gradient.sign().to(buffer.dtype))
 
-    with folding(tally, fold):
+    with folding(tally.parameters, fold):
         for sample in samples(batch):
             backward(loss, model, sample)
 
