@@ -1,7 +1,4 @@
-"""Vote counts: integers per weight, never in the parameter's dtype.
-
-`Tally` is the accumulator an engine adds to; `SignVotes` is the finished, immutable count. A bf16
-accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can."""
+"""Finished vote counts: immutable integers per weight, in memory and as a file."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 
@@ -94,17 +91,6 @@ class SignVotes(Mapping[str, Tensor]):
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
         )
 
-    def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
-        tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
-        return SignVotes(
-            tensors,
-            self.count,
-            rule=self.rule,
-            target_hash=self.target_hash,
-            probe=self.probe,
-            notes=self.notes,
-        )
-
     def save(self, path: str | os.PathLike[str]) -> None:
         from gradfix.checkpoints.write import save_tensors
 
@@ -130,16 +116,9 @@ class SignVotes(Mapping[str, Tensor]):
     def _repr_html_(self) -> str:
         from gradfix.vectors.diagnostics import notebook_table
 
-        rows = [
-            (
-                name,
-                "x".join(map(str, t.shape)),
-                f"{float((t == 0).float().mean()):.1%}",
-                f"{int(t.abs().max())}",
-            )
-            for name, t in list(self.items())[:12]
-            if t.numel()
-        ]
+        shown = [(name, t) for name, t in list(self.items())[:12] if t.numel()]
+        ties = {name: f"{float((t == 0).float().mean()):.1%}" for name, t in shown}
+        rows = [(n, "x".join(map(str, t.shape)), ties[n], f"{int(t.abs().max())}") for n, t in shown]
         return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
 
 
@@ -203,67 +182,3 @@ def _positive(text: str) -> int:
 
 def _floats(probe: Mapping[str, Any]) -> dict[str, list[float]]:
     return {name: [float(value) for value in values] for name, values in probe.items()}
-
-
-class Tally:
-    """Integer accumulators for one model, widened before they can wrap.
-
-    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = dict(parameters)
-        self.count = 0
-        self._buffers = {
-            name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
-            for name, parameter in self.parameters.items()
-        }
-        if self._buffers:
-            torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
-
-    def reserve(self, samples: int) -> None:
-        self.count += samples
-        dtype = dtype_for(self.count)
-        if any(buffer.dtype != dtype for buffer in self._buffers.values()):
-            self._buffers = {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._buffers[name]
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._buffers.items())
-
-    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
-        """Continue from an earlier partial count."""
-        self.count = count
-        dtype = dtype_for(count)
-        for name, buffer in self._buffers.items():
-            self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
-
-    def votes(self) -> dict[str, Tensor]:
-        dtype = dtype_for(self.count)
-        return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
-
-
-class Sums(Tally):
-    """Real accumulators for the mean rule, in float32 or better: `tally[name]` is the sum of gradients so far.
-
-    Sums of reals depend on their order, so samples are added one after the other, resumed or not."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = dict(parameters)
-        self.count = 0
-        self._buffers = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for name, p in self.parameters.items()
-        }
-
-    def reserve(self, samples: int) -> None:
-        self.count += samples
-
-    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
-        self.count = count
-        for name, buffer in self._buffers.items():
-            buffer.copy_(tensors[name])
-
-    def mean(self) -> dict[str, Tensor]:
-        return {name: buffer / self.count for name, buffer in self.items()}

@@ -18,11 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradfix.votes.batched.indexing import keeps_rows
 from gradfix.votes.batched.layers import rule_for
-from gradfix.votes.batched.plan import Key, NeedsLoop, Operation
+from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation
 from gradfix.votes.batched.replay import overwrites
-from gradfix.votes.batched.rows import support
+from gradfix.votes.batched.sample_rows import keeps_rows, support
 
 _BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 Receiver = Callable[[Sequence[Tensor], Tensor], None]
