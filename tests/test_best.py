@@ -13,7 +13,7 @@ from torch import nn
 
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.comparison import compare
-from gradfix.methods.trial import restored
+from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound
 from gradfix.training.best import Best, best, remembered
 from gradfix.training.distil import (

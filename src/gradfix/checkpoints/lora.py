@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.adapter_base import check_base
-from gradfix.checkpoints.adapter_names import conv1d_layers, layer_names
+from gradfix.checkpoints.adapter import check_base, conv1d_layers, layer_names
 from gradfix.checkpoints.kinds import refuse_narrow
-from gradfix.checkpoints.open import CHUNK, Checkpoint, open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, file_identity
+from gradfix.checkpoints.weights import CHUNK, Checkpoint
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
 CONFIG = "adapter_config.json"
@@ -83,7 +82,6 @@ class LoraCheckpoint(Checkpoint):
         for module, layer in layers.items():
             self._add(module, places[module], layer, config, turned)
         self._loaded: tuple[str, Tensor, Tensor] | None = None
-        self.notes = check_base(folder, base, config.get("base_model_name_or_path"))
 
     def _add(
         self,
@@ -222,16 +220,19 @@ def flat_product(left: Tensor, right: Tensor, first: int, count: int) -> Tensor:
     return rows[start : start + count]
 
 
-def open_adapter(folder: Path, base: Checkpoint) -> LoraCheckpoint:
+def open_adapter(folder: Path, base: Checkpoint, opener: Callable[[Path], Checkpoint]) -> LoraCheckpoint:
     """The fine-tune that a PEFT adapter folder stands for, as a checkpoint over `base`.
 
-    Adapted tensors are given in float32 (or better), so the update is not rounded to the base's dtype."""
+    Adapted tensors are given in float32 (or better), so the update is not rounded to the base's dtype. `opener`
+    opens the files that the adapter names: its weights, and the base it was trained on."""
     folder = Path(folder)
     config = _read_config(folder)
     _refuse_others(folder, config)
     for file in WEIGHTS:
         if (folder / file).is_file():
-            return LoraCheckpoint(folder, base, open_checkpoint(folder / file), config)
+            adapted = LoraCheckpoint(folder, base, opener(folder / file), config)
+            adapted.notes = check_base(folder, base, config.get("base_model_name_or_path"), opener)
+            return adapted
     raise CorruptInput(f"{folder} has a {CONFIG} and no weights: expected {WEIGHTS[0]} beside it.")
 
 

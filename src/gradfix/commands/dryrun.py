@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.prefix import match_prefix
 from gradfix.commands.configs import CompareConfig, ReportConfig, SelectConfig, VoteConfig
 from gradfix.commands.setting import NO_VALIDATION, draw, make_task, read_data, read_unlabelled, setting
 from gradfix.data import Dataset, Row, check_disjoint
@@ -30,7 +29,7 @@ def plan_select(config: SelectConfig) -> str:
 def plan_compare(config: CompareConfig) -> str:
     """Everything a comparison could stumble over before its first model is loaded."""
     import gradfix.methods.comparison  # noqa: F401  fills the registry of methods
-    from gradfix.checkpoints.trio import plan_transport
+    from gradfix.checkpoints.trio import Trio
     from gradfix.data import few_shot
     from gradfix.methods.methods import METHODS
 
@@ -40,9 +39,7 @@ def plan_compare(config: CompareConfig) -> str:
     methods = config.methods or tuple(METHODS)
     for name in methods:
         METHODS[name]
-    base, target = open_checkpoint(config.base), open_checkpoint(config.target)
-    tuned = open_checkpoint(config.tuned, base=base)
-    plan_transport(match_prefix(base, target), match_prefix(tuned, target), target, head="skip")
+    Trio.open(config.base, config.tuned, config.target, head="skip")
     few_shot(pool, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
     if config.track:
         from gradfix.report.tracking import parse

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.save import save_like
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, refuse_odd_file, write_text
 from gradfix.commands.configs import EvaluateConfig, FinetuneConfig, SelectConfig, given
 from gradfix.commands.guard import sole_writer

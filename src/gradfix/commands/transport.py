@@ -11,14 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradfix.checkpoints.folder import device_name, is_target
-from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
+from gradfix.checkpoints.folder import device_name
+from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint, Part, open_checkpoint
-from gradfix.checkpoints.prefix import match_prefix
-from gradfix.checkpoints.probe import check_probe
-from gradfix.checkpoints.trio import plan_transport
-from gradfix.checkpoints.vocabulary import match_vocabulary
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
+from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.choosing import Choice, ScaleSearch
 from gradfix.commands.configs import TransportConfig, given
@@ -40,15 +37,14 @@ from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.registry import unknown
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
-from gradfix.system.meter import Meter, nbytes
+from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
+from gradfix.system.meter import Meter
 from gradfix.tasks.base import TASKS, Bound
-from gradfix.tasks.scoring import evaluate
-from gradfix.vectors.descent import check_descent
-from gradfix.vectors.diagnostics import mean_loss
+from gradfix.tasks.scoring import evaluate, mean_loss
 from gradfix.vectors.masks import MASKS
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.taskvector import TaskVector, check_descent
 from gradfix.vectors.transported import apply, transport
 from gradfix.votes.collect import collect_gradient, collect_votes
 
@@ -69,9 +65,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     out = Path(config.out)
     refuse_inside(out, [c.path for c in (base, tuned, target) if c.path is not None])
     refuse_occupied(out, config.overwrite)
-    base, tuned = match_prefix(base, target), match_prefix(tuned, target)
-    base, tuned, _ = match_vocabulary(base, tuned, target)
-    plan_transport(base, tuned, target, head=config.head, strict=config.strict)
+    trio = Trio.open(base, tuned, target, head=config.head, strict=config.strict)
     start = setting(config)
     stage("reading examples")
     shots = draw(start, config, config.validation, config.base)
@@ -79,7 +73,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         shots = follow(verdict, shots, start)
     if config.report and not shots.test:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
-    checkpoints = {"base": base, "tuned": tuned, "target": target}
+    checkpoints = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
     with sole_writer(config):
         if config.check and not config.force:
             stage("checking that the fine-tune beats its base")
@@ -94,10 +88,6 @@ def require_target(votes: SignVotes, target: Checkpoint) -> None:
         raise IncompatibleCheckpoints(
             f"the votes were taken on other weights than {target}. Vote again on this target."
         )
-
-
-def _only(checkpoint: Checkpoint, names: list[str]) -> Checkpoint:
-    return Part(checkpoint, names)
 
 
 def open_tuned(config: TransportConfig, start: Setting, checkpoints: Mapping[str, Checkpoint]) -> Bound:
@@ -195,8 +185,7 @@ class _Transport:
     def _task_vector(self) -> TaskVector:
         """tau under the module's names, permuted to the target when asked for; heads and buffers stay out."""
         before, after = self.checkpoints["base"], self.checkpoints["tuned"]
-        shared = [name for name in before.names() if name in after]
-        tau = TaskVector.between(_only(before, shared), _only(after, shared))
+        tau = TaskVector.of(Trio.open(before, after, self.checkpoints["target"], head=self.config.head))
         if not self.config.force:
             check_descent(tau, before, after)
         if self.config.align != "none":
@@ -315,7 +304,7 @@ class _Transport:
         common: dict[str, Any] = {
             "target": self.checkpoints["target"], "out": config.out, "overwrite": config.overwrite,
             "dtype": config.out_dtype, "force": config.force, "details": details, "extras": self.bound.save_extras,
-            "progress": Meter(nbytes(self.checkpoints["target"]), self.stage),
+            "progress": Meter(self.checkpoints["target"].nbytes, self.stage),
         }  # fmt: skip
         if adapter is not None:
             return self._write_lora(adapter, choice, details)
@@ -340,8 +329,8 @@ class _Transport:
     def _lent_head(self) -> dict[str, Tensor]:
         """The head that only the fine-tune has, where it is to be copied."""
         base, tuned, target = (self.checkpoints[role] for role in ("base", "tuned", "target"))
-        extra = plan_transport(base, tuned, target, head=self.config.head, strict=self.config.strict).extra
-        return {name: tuned.read(name) for name, what in extra.items() if what != "skipped"}
+        trio = Trio.open(base, tuned, target, head=self.config.head, strict=self.config.strict)
+        return {name: tuned.read(name) for name in trio.heads} if trio.head == "copy" else {}
 
     def _computed(self) -> dict[str, Any]:
         """What changes bits besides inputs, seed, versions and threads."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradfix.checkpoints.folder import device_name, target_fingerprint, versions
-from gradfix.checkpoints.names import NameMap, name_map
+from gradfix.checkpoints.folder import device_name, versions
+from gradfix.checkpoints.identity import target_fingerprint
+from gradfix.checkpoints.names import NameMap
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
@@ -22,7 +23,7 @@ from gradfix.data.rows import exact_hash
 from gradfix.errors import UsageError
 from gradfix.system.processes import launched
 from gradfix.tasks.base import Bound, Task
-from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.signvotes import SignVotes, votes_to_disk
 from gradfix.votes.collect import collect_votes
 
 Step = Callable[[int], None]
@@ -129,14 +130,12 @@ def on_disk(
 
     `names` are those from before the model was taken apart, where it was."""
     checkpoint = open_checkpoint(target)
-    mapping = names or name_map(bound.model, checkpoint.names())
-    tensors = mapping.to_disk({name: tensor.cpu() for name, tensor in votes.items()})
+    named = votes_to_disk(votes, names or bound.model, checkpoint)
     return SignVotes(
-        {name: tensor for name, tensor in tensors.items() if name in checkpoint},
+        named,
         votes.count,
         rule=votes.rule,
         target_hash=target_fingerprint(checkpoint),
-        probe={},
-        notes=votes.notes,
+        notes=named.notes,
         origin=votes.origin if origin is None else origin,
     )

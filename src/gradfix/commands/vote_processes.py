@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from gradfix.checkpoints.folder import target_fingerprint
+from gradfix.checkpoints.identity import target_fingerprint
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import locked, make_parent
 from gradfix.commands.configs import VoteConfig

@@ -16,7 +16,8 @@ import torch
 
 from gradfix._version import __version__
 from gradfix.checkpoints.folder import is_side_file
-from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
+from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.search import Search

@@ -15,8 +15,9 @@ from torch import Tensor
 from gradfix.errors import DataError, GradfixError
 from gradfix.methods.search import Choice, Score, Setting, View
 from gradfix.methods.support import Support
-from gradfix.methods.trial import Arena, restored
+from gradfix.methods.trial import Arena
 from gradfix.registry import Registry
+from gradfix.system.modules import restored
 from gradfix.training.costs import Work
 from gradfix.training.fewshot import tune
 from gradfix.vectors.diagnostics import kept_by_block, sign_agreement

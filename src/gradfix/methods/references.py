@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.write import discard
-from gradfix.methods.trial import restored
+from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.finetuning import finetune

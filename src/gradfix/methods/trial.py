@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradfix.checkpoints.names import name_map
 from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View
 from gradfix.methods.support import Support
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.training.costs import Work
 from gradfix.vectors.scale import Dial, dialled
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.votes.collect import left_as_it_was
 
 Regime = Literal["validation", "few_shot"]
 CACHE_BYTES = 2**30
@@ -324,15 +324,3 @@ class Store:
 
     def save(self, key: str, value: Any, work: Work) -> None:
         return None
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights before, by name; they come back bit for bit."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(before[name])

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradfix.errors import DataError, UsageError
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.answers import AnswerTask
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Prompts, label_indices
 from gradfix.tasks.loading import first_line, freeze_all_but
 from gradfix.tasks.reading import pad, refuse_foreign_tokens, where
-from gradfix.votes.collect import left_as_it_was
 
 WRONG = -1
 

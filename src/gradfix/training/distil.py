@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradfix.errors import DataError
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound
-from gradfix.votes.collect import left_as_it_was
 
 Batch = Mapping[str, Tensor]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gradfix.errors import DataError
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
-from gradfix.votes.collect import left_as_it_was
 
 
 def tune(

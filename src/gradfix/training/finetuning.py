@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.state import State, save_state
+from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.checkpoints.open import raw_bytes
-from gradfix.checkpoints.state import State, save_state
 from gradfix.errors import CorruptInput
 from gradfix.vectors.signvotes import Tally
 from gradfix.votes.engines.loop import Batch

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from gradfix.system.modules import clean_up
 from gradfix.vectors.signvotes import Tally
 from gradfix.votes.engines.loop import Batch, Loss, NotFinite
 
@@ -123,6 +124,7 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@clean_up
 def drop(model: nn.Module) -> None:
     """Let go of a model's recording and its memory."""
     _REPEATS.pop(model, None)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from gradfix.errors import DataError, UnsafeResult
+from gradfix.system.modules import left_as_it_was
 from gradfix.vectors.signvotes import SignVotes, Tally
-from gradfix.votes.collect import BAD_SAMPLE_SHARE, finite_samples, left_as_it_was
+from gradfix.votes.collect import BAD_SAMPLE_SHARE, finite_samples
 from gradfix.votes.distributed.placing import PRELOADED, canonical_names
 from gradfix.votes.distributed.sharded import blocks
 from gradfix.votes.engines.loop import Batch, Loss, batch_size, samples

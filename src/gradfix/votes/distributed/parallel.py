@@ -16,17 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradfix.errors import DataError
+from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import Group, together
 from gradfix.vectors.signvotes import SignVotes, Tally, dtype_for
-from gradfix.votes.collect import (
-    Engine,
-    choose_engine,
-    finish,
-    finite_samples,
-    left_as_it_was,
-    refuse_bad,
-    voting_parameters,
-)
+from gradfix.votes.collect import Engine, choose_engine, finish, finite_samples, refuse_bad, voting_parameters
 from gradfix.votes.engines.loop import Batch, Loss, batch_size, loop, take
 from gradfix.votes.resume import resumable, vote_key
 

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import Group, together
 from gradfix.vectors.signvotes import Tally
-from gradfix.votes.collect import BAD_SAMPLE_SHARE, left_as_it_was, voting_parameters
+from gradfix.votes.collect import BAD_SAMPLE_SHARE, voting_parameters
 from gradfix.votes.distributed.parallel import Batches
 from gradfix.votes.distributed.slots import Slots
 from gradfix.votes.engines.loop import Batch, Loss, take
