@@ -17,8 +17,9 @@ from gradfix._version import __version__
 from gradfix.checkpoints.hashes import file_hashes
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.checkpoints.weights import Checkpoint, SafetensorsCheckpoint
-from gradfix.checkpoints.write import SafetensorsWriter, refuse_inside, staged_folder, write_manifest
+from gradfix.checkpoints.write import refuse_inside, staged_folder, write_manifest
 from gradfix.errors import UnsafeResult
 
 SHARD_BYTES = 5 * 2**30

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from gradfix.checkpoints.weights import CHUNK, Checkpoint
+from gradfix.checkpoints.weights import CHUNK, Checkpoint, Renamed
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 
 TOKEN_TABLE = re.compile(
@@ -36,43 +36,6 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
 )
 LEAST_SHARED = 0.5
-
-
-class Renamed(Checkpoint):
-    """Another checkpoint under other names."""
-
-    def __init__(self, whole: Checkpoint, original: dict[str, str]) -> None:
-        self.whole, self.original = whole, original
-        self.path, self.notes = whole.path, whole.notes
-
-    def names(self) -> list[str]:
-        return list(self.original)
-
-    def info(self, name: str) -> TensorInfo:
-        return self.whole.info(self.original[name])
-
-    def read(self, name: str) -> Tensor:
-        return self.whole.read(self.original[name])
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        return self.whole.chunks(self.original[name], elements)
-
-    def span(self, name: str, first: int, count: int) -> Tensor:
-        return self.whole.span(self.original[name], first, count)
-
-    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
-        return self.whole.stored(self.original[name])
-
-    def identity(self) -> Any:
-        whole = self.whole.identity()
-        return None if whole is None else [whole, self.original]
-
-    @property
-    def files(self) -> list[Path]:
-        return self.whole.files
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.original
 
 
 def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
@@ -117,7 +80,7 @@ class RowMatch:
         return int(((self.base >= 0) & (self.base != torch.arange(len(self.base)))).sum())
 
 
-class MatchedRows(Checkpoint):
+class MatchedRows(Renamed):
     """A checkpoint whose token tables are shown with other rows."""
 
     def __init__(
@@ -127,30 +90,20 @@ class MatchedRows(Checkpoint):
         counts: Mapping[str, dict[str, int]] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.whole, self.rows, self.counts = whole, dict(rows), dict(counts or {})
-        self.path, self.notes = whole.path, (*whole.notes, *notes)
-
-    def names(self) -> list[str]:
-        return self.whole.names()
+        super().__init__(whole, {name: name for name in whole.names()})
+        self.rows, self.counts, self.notes = dict(rows), dict(counts or {}), (*whole.notes, *notes)
 
     def info(self, name: str) -> TensorInfo:
         info = self.whole.info(name)
         return TensorInfo((len(self.rows[name]), *info.shape[1:]), info.dtype) if name in self.rows else info
 
     def read(self, name: str) -> Tensor:
-        if name not in self.rows:
-            return self.whole.read(name)
-        return torch.cat([*self.chunks(name), torch.empty(0, dtype=self.info(name).dtype)]).view(
-            self.info(name).shape
-        )
+        return Checkpoint.read(self, name) if name in self.rows else self.whole.read(name)
 
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        if name not in self.rows:
-            yield from self.whole.chunks(name, elements)
-            return
-        total = self.info(name).numel
-        for first in range(0, total, elements):
-            yield self.span(name, first, min(elements, total - first))
+        if name in self.rows:
+            return Checkpoint.chunks(self, name, elements)
+        return self.whole.chunks(name, elements)
 
     def span(self, name: str, first: int, count: int) -> Tensor:
         """Consecutive entries, gathered from runs of neighbouring rows; memory stays at one piece."""
@@ -171,13 +124,6 @@ class MatchedRows(Checkpoint):
     def identity(self) -> Any:
         whole = self.whole.identity()
         return None if whole is None else [whole, {name: rows.tolist() for name, rows in self.rows.items()}]
-
-    @property
-    def files(self) -> list[Path]:
-        return self.whole.files
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.whole
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:

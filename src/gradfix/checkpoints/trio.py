@@ -72,7 +72,7 @@ class TensorFate:
 
     @property
     def reason(self) -> str:
-        return self.fate.value[1].format(of=self.of)
+        return str(self.fate.value[1]).replace("{of}", str(self.of))
 
     def as_json(self) -> dict[str, str]:
         return {"fate": self.kind, **({"reason": self.reason} if self.reason else {})}

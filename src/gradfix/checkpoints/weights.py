@@ -22,7 +22,7 @@ Source = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 
 
 class Checkpoint(ABC):
-    """Named tensors that are read when asked for."""
+    """Named tensors that are read when asked for: a format defines `read` or `span`, the other follows."""
 
     path: Path | None = None
     notes: tuple[str, ...] = ()  # what a reader of the result should know about this input
@@ -33,18 +33,19 @@ class Checkpoint(ABC):
     @abstractmethod
     def info(self, name: str) -> TensorInfo: ...
 
-    @abstractmethod
-    def read(self, name: str) -> Tensor: ...
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        """The tensor as flat pieces; memory stays at one piece for safetensors files."""
-        flat = self.read(name).reshape(-1)
-        for first in range(0, flat.numel(), elements):
-            yield flat[first : first + elements]
-
     def span(self, name: str, first: int, count: int) -> Tensor:
         """Entries first .. first + count of the flattened tensor."""
         return self.read(name).reshape(-1)[first : first + count]
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        """The tensor as flat pieces; memory stays at one piece for safetensors files."""
+        entries = self.info(name).numel
+        for first in range(0, entries, elements):
+            yield self.span(name, first, min(elements, entries - first))
+
+    def read(self, name: str) -> Tensor:
+        info = self.info(name)
+        return torch.cat([*self.chunks(name), torch.empty(0, dtype=info.dtype)]).view(info.shape)
 
     def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
         """The file that holds this tensor as it is, and its name there; None where it is computed."""
@@ -153,9 +154,50 @@ class MemoryCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         return self._tensors[name].detach()
 
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        flat = self.read(name).reshape(-1)  # once: it is a copy where the tensor is a view of another
+        return (flat[first : first + elements] for first in range(0, flat.numel(), elements))
+
     @property
     def files(self) -> list[Path]:
         return [self.path] if self.path is not None and self.path.is_file() else []
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
+
+
+class Renamed(Checkpoint):
+    """Another checkpoint under other names."""
+
+    def __init__(self, whole: Checkpoint, original: dict[str, str]) -> None:
+        self.whole, self.original = whole, original
+        self.path, self.notes = whole.path, whole.notes
+
+    def names(self) -> list[str]:
+        return list(self.original)
+
+    def info(self, name: str) -> TensorInfo:
+        return self.whole.info(self.original[name])
+
+    def read(self, name: str) -> Tensor:
+        return self.whole.read(self.original[name])
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        return self.whole.chunks(self.original[name], elements)
+
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        return self.whole.span(self.original[name], first, count)
+
+    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
+        return self.whole.stored(self.original[name])
+
+    def identity(self) -> Any:
+        whole = self.whole.identity()
+        return None if whole is None else [whole, self.original]
+
+    @property
+    def files(self) -> list[Path]:
+        return self.whole.files
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.original

@@ -359,21 +359,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in names:
         raise UsageError(unknown("dtype", name, list(names)))
     return names[name]
-
-
-__all__ = [
-    "MANIFEST",
-    "SafetensorsWriter",
-    "discard",
-    "locked",
-    "read_manifest",
-    "refuse_inside",
-    "refuse_odd_file",
-    "refuse_occupied",
-    "save_tensors",
-    "staged_folder",
-    "torch_dtype",
-    "verify",
-    "write_manifest",
-    "write_text",
-]

@@ -131,11 +131,5 @@ def on_disk(
     `names` are those from before the model was taken apart, where it was."""
     checkpoint = open_checkpoint(target)
     named = votes_to_disk(votes, names or bound.model, checkpoint)
-    return SignVotes(
-        named,
-        votes.count,
-        rule=votes.rule,
-        target_hash=target_fingerprint(checkpoint),
-        notes=named.notes,
-        origin=votes.origin if origin is None else origin,
-    )
+    origin = votes.origin if origin is None else origin
+    return named.changed(named, target_hash=target_fingerprint(checkpoint), probe={}, origin=origin)

@@ -16,7 +16,7 @@ from gradfix.checkpoints.identity import check_probe, common_target, comparable,
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.checkpoints.trio import Fates
-from gradfix.checkpoints.weights import CHUNK, Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.weights import Checkpoint, SafetensorsCheckpoint
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.stream.pieces import recut
 from gradfix.vectors.masks import MASKS, Mask
@@ -190,9 +190,6 @@ class _Consensus(Checkpoint):
         parts = [task.source.identity() for task in self.tasks]
         return None if None in parts else parts
 
-    def read(self, name: str) -> Tensor:
-        return torch.cat(list(self.chunks(name))).view(self.info(name).shape)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        for pieces in zip(*(task.source.chunks(name, elements) for task in self.tasks), strict=True):
-            yield torch.stack([piece.sign().to(self.dtype) for piece in pieces]).sum(0, dtype=self.dtype)
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        signs = [task.source.span(name, first, count).sign().to(self.dtype) for task in self.tasks]
+        return torch.stack(signs).sum(0, dtype=self.dtype)

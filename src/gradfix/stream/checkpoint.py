@@ -7,6 +7,7 @@ and an update that is there already are thin over the same `write_stream`."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -249,10 +250,12 @@ class _Pass:
                 f"{len(abstained)} tensors have no votes (frozen or unused) and were left as they are"
             )
         tensors = self._tensors()
-        kinds = [entry["fate"] for entry in tensors.values()]
+        kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
             Path(self.output.out),
-            *(kinds.count(kind) for kind in ("transported", "copied", "skipped")),
+            kinds["transported"],
+            kinds["copied"],
+            kinds["skipped"],
             kept=share(whole.kept, whole.nonzero),
             survived=share(whole.survived, whole.kept),
             norm_ratio=whole.norm_ratio(),

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.hashes import InputHashes, readable
-from gradfix.checkpoints.interrupted import JOURNAL, Journal
+from gradfix.checkpoints.interrupted import Journal
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.checkpoints.weights import CHUNK, Checkpoint
+from gradfix.checkpoints.write import JOURNAL
 from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.stream.pieces import all_finite
 from gradfix.stream.updates import Counts, Mover, NotFiniteError, Piece, Update

@@ -86,26 +86,24 @@ class SignVotes(Mapping[str, Tensor]):
         target = common_target([self.target_hash, other.target_hash])
         count = self.count + other.count
         dtype = dtype_for(count)
-        return SignVotes(
+        return self.changed(
             {name: self[name].to(dtype) + other[name].to(dtype) for name in self},
-            count,
-            rule=self.rule,
+            count=count,
             target_hash=target,
             disk_names=self.disk_names or other.disk_names,
             probe=self.probe or other.probe,
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+            origin=None,
         )
 
     def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
         tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
-        return SignVotes(
-            tensors,
-            self.count,
-            rule=self.rule,
-            target_hash=self.target_hash,
-            probe=self.probe,
-            notes=self.notes,
-        )
+        return self.changed(tensors, disk_names=None, origin=None)
+
+    def changed(self, tensors: Mapping[str, Tensor], **about: Any) -> SignVotes:
+        """Other tensors of the same votes; `about` is what else is different."""
+        same = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return SignVotes(tensors, **{**same, **about})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         metadata = {"format": "gradfix.votes", "count": str(self.count), "rule": self.rule}
@@ -163,10 +161,7 @@ def votes_to_disk(votes: SignVotes, model: nn.Module | NameMap, checkpoint: Chec
                 f"votes for {name!r} are {list(tensor.shape)}, the tensor in {checkpoint} is "
                 f"{list(checkpoint.info(name).shape)}."
             )
-    return SignVotes(
-        kept, votes.count, rule=votes.rule, target_hash=votes.target_hash, probe=votes.probe, notes=notes,
-        origin=votes.origin,
-    )  # fmt: skip
+    return votes.changed(kept, disk_names=None, notes=notes)
 
 
 def _refuse_other_votes(ours: SignVotes, theirs: SignVotes) -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.matched import Renamed
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.trio import Trio, check_pair
-from gradfix.checkpoints.weights import Checkpoint, MemoryCheckpoint, Source
+from gradfix.checkpoints.weights import Checkpoint, MemoryCheckpoint, Renamed, Source
 from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
 from gradfix.vectors.diagnostics import notebook_table
