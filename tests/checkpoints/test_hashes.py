@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 import gradfix
 from gradfix.checkpoints.hashes import ContentHash, FileHash, InputHashes, OrderedHash, hash_file, holds
 from gradfix.checkpoints.identity import is_target, target_fingerprint
-from gradfix.checkpoints.matched import Renamed
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.weights import Renamed
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.vectors.signvotes import SignVotes

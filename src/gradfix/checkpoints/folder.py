@@ -25,20 +25,9 @@ from gradfix.errors import UnsafeResult
 SHARD_BYTES = 5 * 2**30
 MODULE_BYTES = 2**28  # a dense layer behind an encoder is far smaller, another model far larger
 NOT_COPIED = (
-    ".index.json",
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".pkl",
-    ".pickle",
-    ".joblib",
-    ".py",
-)
+    ".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pkl", ".pickle",
+    ".joblib", ".py",
+)  # fmt: skip
 
 
 def versions() -> dict[str, Any]:

@@ -28,13 +28,8 @@ TOKEN_TABLE = re.compile(
     r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)predictions\.bias$"
 )
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tokenizer_config.json",
-)
+    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json",
+)  # fmt: skip
 LEAST_SHARED = 0.5
 
 

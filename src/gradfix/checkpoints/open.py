@@ -33,16 +33,9 @@ from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
 
 __all__ = [
-    "CHUNK",
-    "Checkpoint",
-    "MemoryCheckpoint",
-    "SafetensorsCheckpoint",
-    "Source",
-    "open_checkpoint",
-    "raw_bytes",
-    "read_index",
-    "resolve",
-]
+    "CHUNK", "Checkpoint", "MemoryCheckpoint", "SafetensorsCheckpoint", "Source", "open_checkpoint", "raw_bytes",
+    "read_index", "resolve",
+]  # fmt: skip
 
 INDEX_SUFFIX = ".index.json"
 # Looked for in this order inside a folder.

@@ -99,18 +99,10 @@ def merge_checkpoints(
     refuse_inside(Path(out), read)
     weights = [vector.weight for vector in vectors]
     stream = Stream(
-        job.target,
-        job.fates,
-        job.update,
-        job.final_ballot(),
-        float(alpha),
-        job.hashes,
-        job.inputs,
-        heads=job.heads,
-        notes=job.notes,
+        job.target, job.fates, job.update, job.final_ballot(), float(alpha), job.hashes, job.inputs,
+        heads=job.heads, notes=job.notes, kind="merge",
         details={"merge": {"method": method, "order": order, "weights": weights, **job.options}},
-        kind="merge",
-    )
+    )  # fmt: skip
     return write_stream(stream, output)
 
 

@@ -120,11 +120,10 @@ def transport_checkpoint(
 
     `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none. Further options:
     `margin` and `seed` of the mask; `head` ("error", "copy" or "skip") for tensors that only the fine-tune has, `strict`
-    to refuse every tensor that not all three share; `dtype`, `overwrite`, `force`, `details` (for the manifest),
-    `extras(staging)` (may add files) and `progress(bytes)` of the output."""
-    own, output = Output.sorted_out(
-        out, options, {"margin": None, "seed": None, "head": "error", "strict": False}
-    )
+    to refuse every tensor that not all three share; `dtype`, `overwrite`, `force`, `details` and `inputs` by
+    role (for the manifest), `extras(staging)` (may add files) and `progress(bytes)` of the output."""
+    defaults = {"margin": None, "seed": None, "head": "error", "strict": False, "inputs": None}
+    own, output = Output.sorted_out(out, options, defaults)
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     refuse_inside(Path(out), [before.path, after.path, goal.path, votes])
@@ -132,17 +131,10 @@ def transport_checkpoint(
     roles = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
     hashes = InputHashes(list(roles.values()))
     stream = Stream(
-        trio.target,
-        trio.fates,
-        Difference(trio.base, trio.tuned, hashes),
-        Ballot(votes, mask, own["margin"], own["seed"], trio.fates, trio.target),
-        float(alpha),
-        hashes,
-        roles,
-        heads=dict.fromkeys(trio.heads, trio.tuned),
-        notes=trio.notes,
-        details=trio.vocabulary,
-    )
+        trio.target, trio.fates, Difference(trio.base, trio.tuned, hashes),
+        Ballot(votes, mask, own["margin"], own["seed"], trio.fates, trio.target), float(alpha), hashes,
+        own["inputs"] or roles, heads=dict.fromkeys(trio.heads, trio.tuned), notes=trio.notes, details=trio.vocabulary,
+    )  # fmt: skip
     return write_stream(stream, output)
 
 
@@ -169,18 +161,11 @@ def write_update(
         lent[name] = lent[name].clone()
         add_scaled(lent[name], update[name], alpha)
     trio = Trio.open(moved, {**moved, **lent}, goal, head="copy" if lent else "error")  # by names and shapes
-    roles = dict(inputs or {"target": goal})
     stream = Stream(
-        goal,
-        trio.fates,
-        Ready(trio.tuned),
-        Ballot(None, "none", None, None, trio.fates, goal),
-        float(alpha),
-        InputHashes([goal]),
-        roles,
-        heads=dict.fromkeys(trio.heads, trio.tuned),
+        goal, trio.fates, Ready(trio.tuned), Ballot(None, "none", None, None, trio.fates, goal), float(alpha),
+        InputHashes([goal]), dict(inputs or {"target": goal}), heads=dict.fromkeys(trio.heads, trio.tuned),
         notes=goal.notes,
-    )
+    )  # fmt: skip
     return write_stream(stream, output)
 
 
@@ -252,16 +237,10 @@ class _Pass:
         tensors = self._tensors()
         kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
-            Path(self.output.out),
-            kinds["transported"],
-            kinds["copied"],
-            kinds["skipped"],
-            kept=share(whole.kept, whole.nonzero),
-            survived=share(whole.survived, whole.kept),
-            norm_ratio=whole.norm_ratio(),
-            tensors=tensors,
-            notes=tuple(notes),
-        )
+            Path(self.output.out), kinds["transported"], kinds["copied"], kinds["skipped"],
+            share(whole.kept, whole.nonzero), share(whole.survived, whole.kept), whole.norm_ratio(),
+            tensors=tensors, notes=tuple(notes),
+        )  # fmt: skip
 
     def _tensors(self) -> dict[str, dict[str, Any]]:
         """What became of every tensor, for the manifest."""
