@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import nn
 
-from gradfix.checkpoints.folder import device_name, target_fingerprint, versions
-from gradfix.checkpoints.names import NameMap, name_map
+from gradfix.checkpoints.folder import device_name, versions
+from gradfix.checkpoints.identity import target_fingerprint
+from gradfix.checkpoints.names import NameMap
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
@@ -28,7 +29,7 @@ from gradfix.data.rows import exact_hash
 from gradfix.errors import OutputError, UsageError
 from gradfix.system.processes import Group, Step, in_processes, joined, launched, report, together
 from gradfix.tasks.base import Bound, Task
-from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.signvotes import SignVotes, votes_to_disk
 from gradfix.votes.collect import collect, collect_votes
 from gradfix.votes.engines.loop import Batches
 from gradfix.votes.resume import PartialVote, PartialVoteInStep
@@ -319,14 +320,6 @@ def on_disk(
 
     `names` are those from before the model was taken apart, where it was."""
     checkpoint = open_checkpoint(target)
-    mapping = names or name_map(bound.model, checkpoint.names())
-    tensors = mapping.to_disk({name: tensor.cpu() for name, tensor in votes.items()})
-    return SignVotes(
-        {name: tensor for name, tensor in tensors.items() if name in checkpoint},
-        votes.count,
-        rule=votes.rule,
-        target_hash=target_fingerprint(checkpoint),
-        probe={},
-        notes=votes.notes,
-        origin=votes.origin if origin is None else origin,
-    )
+    named = votes_to_disk(votes, names or bound.model, checkpoint)
+    origin = votes.origin if origin is None else origin
+    return named.changed(named, target_hash=target_fingerprint(checkpoint), probe={}, origin=origin)

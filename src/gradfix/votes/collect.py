@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from gradfix.checkpoints.identity import probe_module, values_of
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.probe import fetched, probe_module
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
+from gradfix.system.modules import left_as_it_was
 from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
@@ -275,23 +276,6 @@ def voting_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-@contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; modes and gradients restored afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    model.eval()
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
 def refuse_nothing(tally: Tally) -> None:
     if tally.count == 0:
         raise DataError("no samples to vote with; check the data and --shots.")
@@ -299,7 +283,7 @@ def refuse_nothing(tally: Tally) -> None:
 
 def _refuse_silence(tally: Tally) -> None:
     names, buffers = zip(*tally.items())
-    spoken = fetched([buffer.any() for buffer in buffers])
+    spoken = values_of([buffer.any() for buffer in buffers])
     silent = [name for name, spoke in zip(names, spoken) if spoke == [False]]
     if len(silent) == len(tally.parameters):
         raise UnsafeResult(SILENT)
@@ -313,7 +297,7 @@ def _refuse_silence(tally: Tally) -> None:
 def _refuse_infinite(sums: Sums) -> None:
     """A NaN in one sample's gradient is one in the sum, whose sign is then nobody's."""
     names, buffers = zip(*sums.items())
-    finite = fetched([torch.isfinite(buffer).all() for buffer in buffers])
+    finite = values_of([torch.isfinite(buffer).all() for buffer in buffers])
     odd = [name for name, good in zip(names, finite) if good == [False]]
     if odd:
         raise DataError(

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.safetensors_file import SafetensorsFile
-from gradfix.checkpoints.state import State, save_state
 from gradfix.errors import CorruptInput
 from gradfix.system.processes import Group, together
 from gradfix.votes.engines.loop import Batch
