@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
-from gradfix.votes.batched.sample_rows import picked_rows, probes, proofs, reach
-from gradfix.votes.batched.trace import Votes
-from gradfix.votes.batched.watch import Probe
+from gradfix.votes.batched.sample_rows import halves_of_samples, lone_samples, picked_rows, reach
+from gradfix.votes.batched.trace import VotingWatch
+from gradfix.votes.batched.watch import PlanningWatch
 from gradfix.votes.engines.loop import (
     Batch,
     Loss,
@@ -116,7 +116,7 @@ def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
     return finite
 
 
-def _check_reach(votes: Votes, losses: Tensor) -> None:
+def _check_reach(votes: VotingWatch, losses: Tensor) -> None:
     if votes.plan.proven and reach(losses, votes.tally.parameters, votes.anchor).others:
         raise UnsafeResult(
             'a batch used weights in a way earlier ones did not; vote again with engine="loop".'
@@ -140,7 +140,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _forward(asked: BatchVote) -> tuple[Votes, Tensor] | None:
+def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor] | None:
     """A traced forward under a plan that fits; None where the loop is the better engine for this batch."""
     tally, plan = asked.tally, _known_plan(asked)
     whole = plan is not None and plan.ragged
@@ -170,8 +170,8 @@ def _forward(asked: BatchVote) -> tuple[Votes, Tensor] | None:
     return None
 
 
-def _trace(plan: PassPlan, asked: BatchVote) -> tuple[Votes, Tensor]:
-    votes = Votes(plan, asked.tally, asked.count)
+def _trace(plan: PassPlan, asked: BatchVote) -> tuple[VotingWatch, Tensor]:
+    votes = VotingWatch(plan, asked.tally, asked.count)
     with _uncompiled(), votes, torch.enable_grad():
         losses = asked.losses()
     if votes.position != len(plan.steps):
@@ -184,8 +184,8 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     small = asked.batch if whole else take(asked.batch, slice(0, PLANNING_SAMPLES))
     few = replace(asked, batch=small, count=batch_size(small))
     count, parameters = few.count, asked.tally.parameters
-    probe = Probe(parameters, small, count, asked.tally.device)
-    with _uncompiled(), probe, torch.enable_grad():
+    watch = PlanningWatch(parameters, small, count, asked.tally.device)
+    with _uncompiled(), watch, torch.enable_grad():
         losses = few.losses()
     if losses.shape != (count,):
         raise DataError(
@@ -194,20 +194,20 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     if not bool(torch.isfinite(losses).all()):
         raise NotFinite
     refuse_detached(losses)
-    if reach(losses, parameters, probe.anchor).hidden:
+    if reach(losses, parameters, watch.anchor).hidden:
         raise NeedsLoop("a reentrant checkpoint hides its operations")
-    picked = picked_rows(losses, probe.in_place)
-    for group in proofs(count) if whole and picked else probes(count):
-        probe.group = group
+    picked = picked_rows(losses, watch.in_place)
+    for group in halves_of_samples(count) if whole and picked else lone_samples(count):
+        watch.group = group
         only = torch.zeros_like(losses)
         only[group] = 1
-        torch.autograd.grad(losses, [probe.anchor], only, retain_graph=True, allow_unused=True)
-    plan = resolve(probe.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
+        torch.autograd.grad(losses, [watch.anchor], only, retain_graph=True, allow_unused=True)
+    plan = resolve(watch.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
     plan.ragged = any(
         step.layout is not None and operation.node in picked
-        for step, operation in zip(plan.steps, probe.operations)
+        for step, operation in zip(plan.steps, watch.operations)
     )
-    probe.forget()
+    watch.forget()
     if plan.left_out:
         _note(plan.left_out)
     plans = _PLANS.setdefault(asked.model, {})

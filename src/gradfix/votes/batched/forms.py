@@ -274,9 +274,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(view: Tensor) -> tuple[int, int]:
-    reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride()))
-    first = int(view.storage_offset())
-    return first, first + int(reach)
+    start = int(view.storage_offset())
+    return start, start + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride()))
 
 
 def overlaps_itself(view: Tensor) -> bool:

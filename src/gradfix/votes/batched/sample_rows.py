@@ -60,7 +60,7 @@ def candidates(shape: Sequence[int], samples: int) -> list[SampleLayout]:
 def explain(
     layouts: Sequence[SampleLayout], samples: int, seen: Sequence[tuple[Sequence[int], Tensor]]
 ) -> SampleLayout | None:
-    """The first layout under which the gradient of each probed group of samples stays within their rows.
+    """The first layout under which the gradient of each asked group of samples stays within their rows.
 
     `seen` pairs a group with the mask of non-zero output gradients under the losses of that group alone. Where
     nothing was seen, only the usual layout is believed."""
@@ -78,12 +78,12 @@ def _inside(layout: SampleLayout, mask: Tensor, group: Sequence[int], samples: i
     return not bool(by_sample.any())
 
 
-def probes(samples: int) -> list[list[int]]:
+def lone_samples(samples: int) -> list[list[int]]:
     """Samples to switch on, one at a time; never only the first, whose number a pooled first token shares."""
     return [[1], [0]] if samples == 2 else [[1], [samples - 1]]
 
 
-def proofs(samples: int) -> list[list[int]]:
+def halves_of_samples(samples: int) -> list[list[int]]:
     """Groups of samples to switch on such that any two samples are told apart: by the digits of their numbers."""
     digits = range(max(1, (samples - 1).bit_length()))
     halves = [[n for n in range(samples) if n >> digit & 1 == side] for digit in digits for side in (1, 0)]

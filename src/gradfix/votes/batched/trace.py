@@ -51,7 +51,7 @@ class Use:
 
     __slots__ = ("call", "inputs", "shape", "step", "versions", "votes")
 
-    def __init__(self, votes: Votes, step: Step, call: Call) -> None:
+    def __init__(self, votes: VotingWatch, step: Step, call: Call) -> None:
         self.votes, self.step, self.call = votes, step, call
         self.inputs: dict[str, Tensor] | None = call.inputs
         self.shape: Sequence[int] = ()
@@ -81,7 +81,7 @@ class Use:
             self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0].reshape(self.shape))
 
 
-class Votes(Watch):
+class VotingWatch(Watch):
     """Run a plan: every use of a weight is tapped, and its votes are folded during the backward pass."""
 
     def __init__(self, plan: PassPlan, tally: Tally, samples: int) -> None:

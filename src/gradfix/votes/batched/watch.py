@@ -1,6 +1,6 @@
 """Watch a model's operations on its weights, without touching the model.
 
-A torch-function mode sees every torch call while it is active and nothing afterwards. `Probe` records what is done
+A torch-function mode sees every torch call while it is active and nothing afterwards. `PlanningWatch` records what is done
 to each weight and asks autograd which entries one sample reaches; what it finds becomes a plan."""
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Watch(TorchFunctionMode):
                 self.tracked[id(tensor)] = Tracked(tensor, roots, step, live)
 
 
-class Probe(Watch):
-    """Record every operation on a weight, and which entries of its output each probed sample reaches."""
+class PlanningWatch(Watch):
+    """Record every operation on a weight, and which entries of its output each asked sample reaches."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device
