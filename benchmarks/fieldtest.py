@@ -60,15 +60,11 @@ def main() -> None:
     begin = time.perf_counter()
     shared = ["--fieldtest", args.fieldtest, "--work", args.work, "--device", args.device, "--steps", args.steps,
               "--shots", *args.shots, "--seeds", *args.seeds, "--methods", *args.methods]  # fmt: skip
-    in_parallel(
-        "benchmarks.fieldtest", shared, [("finetune", *one) for one in product(MODELS, TASKS)], args.jobs
-    )
+    in_parallel("benchmarks.fieldtest", shared, [("finetune", *one) for one in product(MODELS, TASKS)], args.jobs)
     parts = [("compare", *one) for one in product(TASKS, MODELS, REGIMES, args.seeds)]
     in_parallel("benchmarks.fieldtest", shared, parts, args.jobs)
     rows = [
-        json.loads(line)
-        for path in sorted(args.work.glob("rows-*.jsonl"))
-        for line in path.read_text().splitlines()
+        json.loads(line) for path in sorted(args.work.glob("rows-*.jsonl")) for line in path.read_text().splitlines()
     ]
     tuning = [json.loads(path.read_text()) for path in sorted(args.work.glob("finetune-*.json"))]
     from gradfix.checkpoints.folder import versions
@@ -112,11 +108,7 @@ def finetune_part(args: argparse.Namespace, model: str, task: str) -> None:
     finetune(bound, dataset.splits["train"], steps=args.steps, batch_size=64, lr=2e-5)
     seconds = time.perf_counter() - begin
     save_like(
-        open_checkpoint(source),
-        bound.model,
-        args.work / f"{model}-{task}",
-        extras=bound.save_extras,
-        overwrite=True,
+        open_checkpoint(source), bound.model, args.work / f"{model}-{task}", extras=bound.save_extras, overwrite=True
     )
     (args.work / f"finetune-{model}-{task}.json").write_text(json.dumps({"seconds": seconds}))
 
@@ -148,10 +140,7 @@ def summary(rows: list[dict]) -> dict:
     groups: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
         groups[row["regime"]][str(row["shots"])][row["method"]].append(row["recovered"])
-    return {
-        r: {s: {m: round(fmean(v), 4) for m, v in ms.items()} for s, ms in ss.items()}
-        for r, ss in groups.items()
-    }
+    return {r: {s: {m: round(fmean(v), 4) for m, v in ms.items()} for s, ms in ss.items()} for r, ss in groups.items()}
 
 
 def cells(rows: list[dict]) -> dict:

@@ -53,14 +53,9 @@ def write_model(folder: Path, layers: int, seed: int) -> None:
     names = list(shapes(layers))
     infos = {name: TensorInfo(shape, torch.bfloat16) for name, shape in shapes(layers).items()}
     step = -(-len(names) // SHARDS)
-    layout = {
-        f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors": names[i * step : (i + 1) * step]
-        for i in range(SHARDS)
-    }
+    layout = {f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors": names[i * step : (i + 1) * step] for i in range(SHARDS)}
     for file, own in layout.items():
-        with SafetensorsWriter(
-            folder / file, {name: infos[name] for name in own}, {"format": "pt"}
-        ) as writer:
+        with SafetensorsWriter(folder / file, {name: infos[name] for name in own}, {"format": "pt"}) as writer:
             for name in own:
                 left = infos[name].numel
                 while left:
@@ -70,9 +65,7 @@ def write_model(folder: Path, layers: int, seed: int) -> None:
                     left -= len(piece)
             writer.close()
     write_index(folder, layout, sum(info.nbytes for info in infos.values()))
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
 
 
 def write_adapter(folder: Path, layers: int) -> None:
@@ -100,9 +93,7 @@ def write_votes(path: Path, layers: int) -> None:
 
     infos = {name: TensorInfo(shape, torch.int8) for name, shape in shapes(layers).items()}
     pool = torch.randint(-10, 11, (1 << 22,), generator=torch.Generator().manual_seed(4), dtype=torch.int8)
-    with SafetensorsWriter(
-        path, infos, {"format": "gradfix.votes", "count": "10", "rule": "majority"}
-    ) as writer:
+    with SafetensorsWriter(path, infos, {"format": "gradfix.votes", "count": "10", "rule": "majority"}) as writer:
         for info in infos.values():
             for first in range(0, info.numel, len(pool)):
                 writer.write(pool[: info.numel - first])
@@ -137,9 +128,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/lora_stream.json"))

@@ -70,9 +70,7 @@ def merge_with_gradfix(folder: Path, method: str, out: Path) -> Any:
 
     vectors = [Vector(folder / "base", folder / f"tuned{n + 1}") for n in range(COUNT)]
     trims: dict[str, Any] = {} if method == "task_arithmetic" else {"density": DENSITY}
-    return lambda: merge_checkpoints(
-        target=folder / "base", vectors=vectors, out=out, method=method, seed=0, **trims
-    )
+    return lambda: merge_checkpoints(target=folder / "base", vectors=vectors, out=out, method=method, seed=0, **trims)
 
 
 def merge_with_mergekit(folder: Path, method: str, out: Path) -> Any:
@@ -202,11 +200,7 @@ def main() -> None:
         "rows": rows,
         "arguments": {"layers": arguments.layers, "density": DENSITY},
         "versions": {"python": platform.python_version(), **found},
-        "machine": {
-            "arch": platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": "each tool's own default",
-        },
+        "machine": {"arch": platform.machine(), "cores": os.cpu_count(), "threads": "each tool's own default"},
     }
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps(result, indent=1) + "\n")

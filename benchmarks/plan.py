@@ -158,9 +158,7 @@ def make(name: str, folder: Path) -> None:
         labels = {label: f"a photo of {label}" for label in IMAGE_LABELS}
     else:
         rows = toy_texts(2 * SHOTS)
-        write_rows(
-            folder / "data", "train", [{**r, "text": " ".join([r["text"]] * about["repeat"])} for r in rows]
-        )
+        write_rows(folder / "data", "train", [{**r, "text": " ".join([r["text"]] * about["repeat"])} for r in rows])
         labels = {label: label for label in TEXT_LABELS}
     (folder / "data" / "task.json").write_text(json.dumps({"labels": labels}))
 

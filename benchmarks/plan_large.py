@@ -44,9 +44,7 @@ def walked(name: str) -> tuple[Any, Any]:
     from gradfix.votes.needs import Shape
 
     sizes = SHAPES[name]
-    config = LlamaConfig(
-        **sizes, num_key_value_heads=8, vocab_size=128_256, architectures=["LlamaForCausalLM"]
-    )
+    config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128_256, architectures=["LlamaForCausalLM"])
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         rehearsal = Rehearsal.of_folder(Path(folder), TOKENS, torch.bfloat16, "cpu")

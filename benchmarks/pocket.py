@@ -62,9 +62,7 @@ def run_part(folder: str, pair: str, regime: str, shots: str, seed: str) -> None
         paths = pocket.materialise(models)
         dataset = load_data(paths["tasks"][pocket.PRIMARY])
         images = {"validation": 150, "test": 400}
-        dataset = replace(
-            dataset, splits={name: part[: images.get(name)] for name, part in dataset.splits.items()}
-        )
+        dataset = replace(dataset, splits={name: part[: images.get(name)] for name, part in dataset.splits.items()})
         results = compare(
             **paths[pair], data=dataset, task="classification", shots=[int(shots)], seeds=[int(seed)],
             methods=METHODS, validation=REGIMES[regime], search=search, batch_size=50, pair=pair, device="cpu",
@@ -76,9 +74,9 @@ def run_part(folder: str, pair: str, regime: str, shots: str, seed: str) -> None
 def write(out: Path, rows: list[dict], about: dict) -> None:
     groups: dict[str, list[float]] = {}
     for row in rows:
-        groups.setdefault(
-            "/".join(str(row[name]) for name in ("pair", "regime", "shots", "method")), []
-        ).append(row["accuracy"])
+        groups.setdefault("/".join(str(row[name]) for name in ("pair", "regime", "shots", "method")), []).append(
+            row["accuracy"]
+        )
     summary = {name: round(fmean(values), 2) for name, values in groups.items()}
     content = {"command": "python -m benchmarks.pocket", **about, "summary": summary, "rows": rows}
     out.write_text(json.dumps(content, indent=1) + "\n")

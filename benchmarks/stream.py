@@ -99,9 +99,7 @@ def gradfix_stream(folder: Path, out: Path) -> Any:
     from gradfix.stream.checkpoint import transport_checkpoint
 
     roles = {role: folder / role for role in ("base", "tuned", "target")}
-    return lambda: transport_checkpoint(
-        **roles, votes=folder / "votes" / "model.safetensors", out=out, alpha=ALPHA
-    )
+    return lambda: transport_checkpoint(**roles, votes=folder / "votes" / "model.safetensors", out=out, alpha=ALPHA)
 
 
 def mergekit(folder: Path, out: Path) -> Any:
@@ -123,12 +121,7 @@ def mergekit(folder: Path, out: Path) -> Any:
     return lambda: run_merge(MergeConfiguration.model_validate(content), str(out), options)
 
 
-TOOLS = {
-    "copies": copies,
-    "uncached_copies": uncached_copies,
-    "gradfix": gradfix_stream,
-    "mergekit": mergekit,
-}
+TOOLS = {"copies": copies, "uncached_copies": uncached_copies, "gradfix": gradfix_stream, "mergekit": mergekit}
 
 
 def run_one(tool: str, folder: Path) -> dict[str, Any]:
@@ -137,9 +130,7 @@ def run_one(tool: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=4.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--python", default=os.environ.get("GRADFIX_MERGEKIT_PYTHON"))

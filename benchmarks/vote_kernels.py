@@ -90,10 +90,7 @@ def check(report: dict[str, Any]) -> None:
         ("layer", torch.nn.functional.layer_norm(wide, (768,), None, None, 1e-6)),
     ):
         products, sums = kernels.token_sums(gradient, data, kind, 1e-6)
-        for found, exact in (
-            (products, (gradient.double() * normal).sum(1)),
-            (sums, gradient.double().sum(1)),
-        ):
+        for found, exact in ((products, (gradient.double() * normal).sum(1)), (sums, gradient.double().sum(1))):
             report["checks"].append([kind, float((found - exact).norm() / exact.norm())])
     print("checks", report["checks"], flush=True)
 
@@ -137,9 +134,7 @@ def _rates(shape: tuple[int, int, int, int], dtype: Any, table: list[Any]) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     jobs = [("16", tiles) for tiles in TILES_16] + [("32", tiles) for tiles in TILES_32]

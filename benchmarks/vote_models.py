@@ -16,9 +16,7 @@ def vit(width: int, depth: int, heads: int, patch: int, size: int, samples: int)
     from transformers import ViTConfig, ViTForImageClassification
 
     shape = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
-    config = ViTConfig(
-        **shape, intermediate_size=4 * width, patch_size=patch, image_size=size, num_labels=100
-    )
+    config = ViTConfig(**shape, intermediate_size=4 * width, patch_size=patch, image_size=size, num_labels=100)
     batch = {"x": torch.randn(samples, 3, size, size), "y": torch.randint(0, 100, (samples,))}
     return ViTForImageClassification(config), _image_loss, batch
 
@@ -27,9 +25,7 @@ def _image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(pixel_values=batch["x"]).logits.float(), batch["y"], reduction="none")
 
 
-def llama(
-    width: int, depth: int, hidden: int, heads: int, tokens: int, samples: int, shared_heads: int = 8
-) -> Case:
+def llama(width: int, depth: int, hidden: int, heads: int, tokens: int, samples: int, shared_heads: int = 8) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -138,8 +138,7 @@ def _through_graph_of(size: int, timed: int, case: Case, options: argparse.Names
 
 def profile(case: Case, scheme: str) -> dict[str, Any]:
     """Where one run's time goes: wall, device busy, and the largest kernels, in milliseconds."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
+    from torch.profiler import ProfilerActivity, profile as record
 
     model, loss, batch = case
     tally = Tally({} if scheme == "ordinary" else dict(model.named_parameters()))
@@ -175,10 +174,7 @@ def _launch_times(case: Case, scheme: str, tally: Tally) -> dict[str, float]:
         torch.cuda.synchronize()
         found.append(((time.perf_counter() - start) * 1e3, (launched - start) * 1e3))
         model.zero_grad(set_to_none=True)
-    return {
-        "wall": statistics.median(w for w, _ in found),
-        "launched": statistics.median(n for _, n in found),
-    }
+    return {"wall": statistics.median(w for w, _ in found), "launched": statistics.median(n for _, n in found)}
 
 
 def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
@@ -295,16 +291,10 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=["vit-s", "vit-s-short", "llama-small"], choices=MODELS
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["vit-s", "vit-s-short", "llama-small"], choices=MODELS)
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    parser.add_argument(
-        "--schemes", nargs="+", default=["ordinary", "batched", "loop", "vmap"], choices=SCHEMES
-    )
+    parser.add_argument("--schemes", nargs="+", default=["ordinary", "batched", "loop", "vmap"], choices=SCHEMES)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--micro-batch", type=int, default=None, help="samples at a time, for every scheme")
     parser.add_argument("--timed", type=int, default=100, help="samples timed of loop and retain_graph")
@@ -312,9 +302,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suite", action="store_true", help="all measurements for one large GPU")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the benchmark itself")
-    parser.add_argument(
-        "--time-limit", type=float, default=190, help="seconds after which nothing slow is started"
-    )
+    parser.add_argument("--time-limit", type=float, default=190, help="seconds after which nothing slow is started")
     parser.add_argument("--tf32", action="store_true", help="let float32 products use the tf32 matrix units")
     parser.add_argument("--profile", action="store_true", help="add the largest kernels of one run")
     parser.add_argument("--threads", type=int, default=None)
@@ -340,10 +328,7 @@ def versions() -> dict[str, str]:
 
         found |= {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
     else:
-        found |= {
-            "device": platform.processor() or platform.machine(),
-            "threads": str(torch.get_num_threads()),
-        }
+        found |= {"device": platform.processor() or platform.machine(), "threads": str(torch.get_num_threads())}
     return found
 
 

@@ -9,9 +9,7 @@ torch.set_num_threads(1)
 sources, pair = pocket.sources()
 target = pocket.model(pair.target)
 pixels, labels = pocket.images("train")
-votes = gradfix.collect_votes(
-    target, pocket.loss, [(pixels[:50], labels[:50])]
-)  # once, shared by all sources
+votes = gradfix.collect_votes(target, pocket.loss, [(pixels[:50], labels[:50])])  # once, shared by all sources
 vectors = [gradfix.TaskVector.between(source.base, source.tuned) for source in sources]
 images, answers = (tensor[:200] for tensor in pocket.images("test"))
 

@@ -107,11 +107,7 @@ def first_line(path: Path) -> str:
     return doc.splitlines()[0].rstrip(".:")
 
 
-PITCH, NAMES, TOP = (
-    26,
-    112,
-    104,
-)  # pixels: a row's height, the width of the names, the height of the column heads
+PITCH, NAMES, TOP = (26, 112, 104)  # pixels: a row's height, the width of the names, the height of the column heads
 
 
 def picture() -> str:
@@ -129,9 +125,7 @@ def picture() -> str:
         y = TOP + PITCH * row
         x = NAMES + PITCH * (len(order) - 1 - row)
         shade = "#f4f8fb" if row % 2 else "#eaf2f8"
-        parts.append(
-            f'  <rect x="0" y="{y}" width="{NAMES + PITCH * len(order)}" height="{PITCH}" fill="{shade}"/>'
-        )
+        parts.append(f'  <rect x="0" y="{y}" width="{NAMES + PITCH * len(order)}" height="{PITCH}" fill="{shade}"/>')
         parts.append(f'  <rect x="{x}" y="{y}" width="{PITCH}" height="{PITCH}" fill="#aed6f1"/>')
         parts.append(f'  <text x="{NAMES - 10}" y="{y + 18}" text-anchor="end">{name}</text>')
     for column, name in enumerate(order):
@@ -140,9 +134,7 @@ def picture() -> str:
         parts.append(f"  <text {head}>{name}</text>")
         for row, other in enumerate(reversed(order)):
             if name in graph[other]:
-                parts.append(
-                    f'  <circle cx="{x}" cy="{TOP + PITCH * row + PITCH // 2}" r="5" fill="#1f618d"/>'
-                )
+                parts.append(f'  <circle cx="{x}" cy="{TOP + PITCH * row + PITCH // 2}" r="5" fill="#1f618d"/>')
     caption = "A dot: the package of this row imports that of this column. All dots are left of the diagonal."
     parts.append(f'  <text x="10" y="{high - 12}" font-size="12" fill="#5d6d7e">{caption}</text>')
     return "\n".join([*parts, "</svg>", ""])
@@ -160,6 +152,4 @@ def package_lines() -> str:
 def escaped(text: str) -> str:
     """Outside code, Markdown's own signs stand for themselves."""
     pieces = text.split("`")
-    return "`".join(
-        re.sub(r"([*_<>])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(pieces)
-    )
+    return "`".join(re.sub(r"([*_<>])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(pieces))

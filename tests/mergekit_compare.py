@@ -50,10 +50,7 @@ def make_models(home: Path, dtype: torch.dtype) -> tuple[Path, list[Path]]:
         folder = home / f"tuned{seed}"
         folder.mkdir()
         (folder / "config.json").write_bytes((home / "base" / "config.json").read_bytes())
-        moved = {
-            n: (t.float() + 0.01 * torch.randn(t.shape, generator=generator)).to(dtype)
-            for n, t in base.items()
-        }
+        moved = {n: (t.float() + 0.01 * torch.randn(t.shape, generator=generator)).to(dtype) for n, t in base.items()}
         save_file(moved, folder / "model.safetensors", {"format": "pt"})
         tuned.append(folder)
     return home / "base", tuned

@@ -48,12 +48,7 @@ def names_of(name: str) -> dict[str, Any]:
         bound = ZeroShot(dataset.labels).open("new-base")
         few, held = dataset.splits["train"][:8], dataset.splits["validation"]
         score = lambda model: evaluate(model, bound, bound.batches(held))["accuracy"]  # noqa: E731
-        names |= {
-            "model": bound.model,
-            "loss": bound.loss,
-            "batches": list(bound.batches(few)),
-            "score": score,
-        }
+        names |= {"model": bound.model, "loss": bound.loss, "batches": list(bound.batches(few)), "score": score}
     if name == "merging":
         taus = [gradfix.TaskVector.between("old-base", tuned) for tuned in ("tuned-a", "tuned-b", "tuned-b")]
         votes = [gradfix.SignVotes.load(f"votes-{x}.safetensors") for x in "ab"]
@@ -156,12 +151,7 @@ def _t5(home: Path) -> None:
 def _chats(home: Path) -> Path:
     for split, count, seed in SPLITS:
         rows = [
-            {
-                "messages": [
-                    {"role": "user", "content": row["text"]},
-                    {"role": "assistant", "content": row["label"]},
-                ]
-            }
+            {"messages": [{"role": "user", "content": row["text"]}, {"role": "assistant", "content": row["label"]}]}
             for row in toy_texts(count, seed)
         ]
         write_rows(home, split, rows)

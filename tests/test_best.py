@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from gradfix.errors import DataError, UsageError
@@ -113,9 +112,7 @@ def test_the_bill_counts_every_sample(pair: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("validation", ["auto", "none"])
 def test_compare_runs_it_in_both_regimes(pair: dict[str, Any], validation: str) -> None:
-    results = compare(
-        **pair, methods=["zero_shot", "naive", "best"], shots=[4], seeds=[0], validation=validation
-    )
+    results = compare(**pair, methods=["zero_shot", "naive", "best"], shots=[4], seeds=[0], validation=validation)
     rows_ = {row["method"]: row for row in results.rows}
     assert rows_["best"]["accuracy"] >= rows_["zero_shot"]["accuracy"]
     assert rows_["best"]["validation_score"] is not None
@@ -141,9 +138,7 @@ def test_a_constant_per_class_does_not_count(seed: int, constant: list[float]) -
     generator = torch.Generator().manual_seed(seed)
     teacher, student = torch.randn(2, 20, 3, generator=generator, dtype=torch.float64)
     moved = student + torch.tensor(constant, dtype=torch.float64)
-    assert unbiased_divergence(moved, teacher) == pytest.approx(
-        unbiased_divergence(student, teacher), abs=1e-9
-    )
+    assert unbiased_divergence(moved, teacher) == pytest.approx(unbiased_divergence(student, teacher), abs=1e-9)
     assert unbiased_divergence(teacher + 1.5, teacher) == pytest.approx(0, abs=1e-12)
 
 
@@ -267,11 +262,7 @@ def test_images_stay_within_the_range_of_the_originals(seed: int) -> None:
 
 
 def test_joined_batches_are_masked_where_they_were_padded() -> None:
-    one = {
-        "input_ids": torch.ones(2, 3).long(),
-        "attention_mask": torch.ones(2, 3).long(),
-        "labels": torch.zeros(2),
-    }
+    one = {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 3).long(), "labels": torch.zeros(2)}
     two = {"input_ids": torch.ones(1, 5).long(), "attention_mask": torch.ones(1, 5).long()}
     joined = join(one, two)
     assert joined["attention_mask"].sum(1).tolist() == [3, 3, 5]

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradfix.methods.methods import METHODS
 from gradfix.stream.card import card, hub_id, safe
@@ -55,12 +54,7 @@ def manifest(name: str = "my-model", **changes: Any) -> dict[str, Any]:
                 "test_before": {"accuracy": 70.9},
                 "test_after": {"accuracy": 92.1},
             },
-            "command": {
-                "base": "/models/base",
-                "tuned": f"/models/{name}",
-                "shots": 5,
-                "check": False,
-            },
+            "command": {"base": "/models/base", "tuned": f"/models/{name}", "shots": 5, "check": False},
         },
     }
     return content | changes
@@ -83,8 +77,7 @@ def test_the_card_says_what_was_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"),
-    [("veto", "masked by the signs"), ("none", "was scaled and added"), ("random", "a random part")],
+    ("mask", "words"), [("veto", "masked by the signs"), ("none", "was scaled and added"), ("random", "a random part")]
 )
 def test_the_card_says_how_the_update_was_made(mask: str, words: str) -> None:
     content = manifest(config={"mask": mask, "alpha": 1.0})
@@ -181,10 +174,7 @@ def test_any_name_gives_a_card(name: str) -> None:
 def test_an_adapter_says_what_it_keeps() -> None:
     text = card(manifest(kind="lora", lora={"rank": 8, "retained_energy": 0.731}))
     assert "LoRA adapter of rank 8; it holds 73.1% of the update's energy" in text
-    assert (
-        front_matter(text)["library_name"] == "peft"
-        and front_matter(text)["base_model_relation"] == "adapter"
-    )
+    assert front_matter(text)["library_name"] == "peft" and front_matter(text)["base_model_relation"] == "adapter"
 
 
 def test_nothing_measured_is_said() -> None:
@@ -222,9 +212,7 @@ def test_a_transported_folder_has_its_card(tmp_path: Path) -> None:
     base, target = save_tiny("bert", tmp_path / "base"), save_tiny("bert", tmp_path / "target", seed=1)
     tuned = {name: tensor + 0.01 for name, tensor in gradfix.open_checkpoint(base).state().items()}
     for out in ("one", "two"):
-        gradfix.transport_checkpoint(
-            base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / out
-        )
+        gradfix.transport_checkpoint(base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / out)
     text = (tmp_path / "one" / "README.md").read_text()
     assert "| mask | random |" in text and text == (tmp_path / "two" / "README.md").read_text()
     assert "README.md" in gradfix.verify(tmp_path / "one")["outputs"]

@@ -33,9 +33,7 @@ def refusal(argv: list[str], capsys) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "typed", [["--methods", "--shots", "5"], ["--shots", "5", "--methods"], ["--seeds", "-q"]]
-)
+@pytest.mark.parametrize("typed", [["--methods", "--shots", "5"], ["--shots", "5", "--methods"], ["--seeds", "-q"]])
 def test_a_list_without_values_is_a_usage_error(typed, capsys):
     code, said = refusal(["compare", *TRIO, *DATA, *typed], capsys)
     assert code == 2
@@ -134,14 +132,7 @@ def test_inspect_does_not_call_strangers_equal(here, capsys):
 def recipe(here: Path, **more: object) -> str:
     vector = {"base": "bert-old", "tuned": "bert-old-reviews", "data": "reviews"}
     vectors = [vector, vector | {"label_column": "mood"}] if more.pop("moods", False) else [vector]
-    content = {
-        "target": "bert-new",
-        "task": "zero-shot",
-        "shots": 2,
-        "out": "merged",
-        "vectors": vectors,
-        **more,
-    }
+    content = {"target": "bert-new", "task": "zero-shot", "shots": 2, "out": "merged", "vectors": vectors, **more}
     (here / "recipe.yml").write_text(json.dumps(content))  # JSON is YAML
     return "recipe.yml"
 
@@ -168,10 +159,7 @@ def test_two_labels_of_one_file_are_scored_apart(here):
 
 
 WITH_CHOICES = [
-    (command, field)
-    for command, (kind, _) in COMMANDS.items()
-    for field in fields(kind)
-    if field.metadata["choices"]
+    (command, field) for command, (kind, _) in COMMANDS.items() for field in fields(kind) if field.metadata["choices"]
 ]
 
 

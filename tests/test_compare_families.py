@@ -74,9 +74,7 @@ def test_a_changed_configuration_is_compared_anew(tmp_path: Path, monkeypatch: p
 
     def losses(*options: str) -> list[float]:
         assert run([*words, "--json", "found.json", *options]) == 0
-        return [
-            row["test_loss"] for row in json.loads(Path("found.json").read_text(encoding="utf-8"))["rows"]
-        ]
+        return [row["test_loss"] for row in json.loads(Path("found.json").read_text(encoding="utf-8"))["rows"]]
 
     before = losses("--work", "kept")
     assert losses("--work", "kept") == before

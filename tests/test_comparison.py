@@ -96,9 +96,7 @@ def test_test_answers_change_no_choice(given):
     wrong = [dict(row, label=LABELS[(LABELS.index(row["label"]) + 1) % 3]) for row in data.splits["test"]]
     other = load_data({**data.splits, "test": wrong}, labels=dict(data.labels))
     shuffled = run(given, methods=["naive", "veto", "few_shot"], seeds=(0,), data=other)
-    chosen = [
-        (r["method"], r["alpha"], r["margin"], r.get("rate"), r["validation_score"]) for r in honest.rows
-    ]
+    chosen = [(r["method"], r["alpha"], r["margin"], r.get("rate"), r["validation_score"]) for r in honest.rows]
     assert chosen == [
         (r["method"], r["alpha"], r["margin"], r.get("rate"), r["validation_score"]) for r in shuffled.rows
     ]
@@ -109,9 +107,7 @@ def test_without_validation_only_folds_are_looked_at(given, folded):
     """The same rows come out when there is no validation split at all."""
     bare = run(given, validation="none", data=dataset(validation=False), methods=["gradfix", "few_shot"])
     for row in bare.rows:
-        twin = next(
-            other for other in folded.rows if all(other[k] == row[k] for k in ("method", "shots", "seed"))
-        )
+        twin = next(other for other in folded.rows if all(other[k] == row[k] for k in ("method", "shots", "seed")))
         assert (twin["alpha"], twin["accuracy"], twin["validation_accuracy"]) == (
             row["alpha"],
             row["accuracy"],
@@ -215,10 +211,7 @@ def test_what_was_said_on_the_way_is_said_again(given, tmp_path):
     def compared() -> Results:
         inputs = {**given, "target_tuned": None}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "gradfix.methods.opening.in_full",
-                lambda *_: (TaskVector.between(start, stray), Work()),
-            )
+            patch.setattr("gradfix.methods.opening.in_full", lambda *_: (TaskVector.between(start, stray), Work()))
             return run(inputs, **options)
 
     first = compared()

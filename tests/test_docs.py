@@ -25,10 +25,7 @@ PICTURE = DOCS / "assets" / "house.svg"
 STOPS = 10  # of a walk through the house
 SHELL, OTHER_TOOLS = ("bash", "console"), ("pip", "make", "git", "cd", "hf", "python", "pytest")
 PAGES = sorted(
-    [
-        *DOCS.rglob("*.md"),
-        *(path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.is_file()),
-    ]
+    [*DOCS.rglob("*.md"), *(path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.is_file())]
 )
 
 
@@ -50,9 +47,7 @@ def blocks(page: Path) -> list[Block]:
     found = []
     for match in FENCE.finditer(page.read_text(encoding="utf-8")):
         _, mark, value, language, text = match.groups()
-        found.append(
-            Block(language, text, value if mark == "needs" else None, value if mark == "file" else None)
-        )
+        found.append(Block(language, text, value if mark == "needs" else None, value if mark == "file" else None))
     return found
 
 
@@ -93,9 +88,7 @@ def test_every_command_has_known_options(page):
                 assert words[1] in ("--help", "--version", "--install-completion", "--show-completion")
                 continue
             assert words[1] in COMMANDS, words
-            unknown = {word.split("=")[0] for word in words[2:] if word.startswith("--")} - options_of(
-                words[1]
-            )
+            unknown = {word.split("=")[0] for word in words[2:] if word.startswith("--")} - options_of(words[1])
             assert not unknown, (words, unknown)
 
 
@@ -203,7 +196,5 @@ def list_pages() -> None:
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     list_pages()
     before, _, after = architecture()
-    (DOCS / "architecture.md").write_text(
-        f"{before}{BEGIN}\n{package_lines()}\n{END}{after}", encoding="utf-8"
-    )
+    (DOCS / "architecture.md").write_text(f"{before}{BEGIN}\n{package_lines()}\n{END}{after}", encoding="utf-8")
     PICTURE.write_text(picture(), encoding="utf-8")

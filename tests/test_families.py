@@ -124,18 +124,7 @@ def test_a_fine_tune_moves_and_loads(name, tmp_path, capsys):
         "--lr",
         family.lr,
     )
-    _cli(
-        "vote",
-        "--target",
-        target,
-        *common,
-        "--shots",
-        3,
-        "--seed",
-        4,
-        "--out",
-        tmp_path / "votes.safetensors",
-    )
+    _cli("vote", "--target", target, *common, "--shots", 3, "--seed", 4, "--out", tmp_path / "votes.safetensors")
     votes = SignVotes.load(tmp_path / "votes.safetensors")
     assert votes.count == 3 * (3 if family.images else 2)
     assert all(not tensor.dtype.is_floating_point for tensor in votes.values())
@@ -164,9 +153,7 @@ def test_a_lora_of_a_llama_moves_and_loads(tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
-        LoraConfig(
-            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
-        ),
+        LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False),
     )
     model.save_pretrained(tmp_path / "adapter")
     common = ("--data", data, "--task", "causal", "--shots", 3)
@@ -228,21 +215,8 @@ def test_best_recipe_report_and_choice_by_folds_through_the_command_line(tmp_pat
         "--lr",
         3e-3,
     )
-    trio = (
-        "--base",
-        base,
-        "--tuned",
-        tmp_path / "tuned",
-        "--target",
-        target,
-        *common,
-        "--shots",
-        3,
-        "--force",
-    )
-    _cli(
-        "transport", *trio, "--method", "best", "--out", tmp_path / "best", "--report", tmp_path / "page.html"
-    )
+    trio = ("--base", base, "--tuned", tmp_path / "tuned", "--target", target, *common, "--shots", 3, "--force")
+    _cli("transport", *trio, "--method", "best", "--out", tmp_path / "best", "--report", tmp_path / "page.html")
     _cli("verify", tmp_path / "best")
     assert "Transported (best)" in (tmp_path / "page.html").read_text()
     _cli(
@@ -269,18 +243,7 @@ def test_a_head_only_the_fine_tune_has_is_asked_about_and_copied(tmp_path, capsy
     common = ("--data", _data(tmp_path / "data", images=False), "--task", "classification")
     tuning = ("--steps", 20, "--train-batch", 12, "--lr", 3e-3, "--new-head")
     _cli("finetune", "--model", base, "--out", tmp_path / "tuned", *common, *tuning)
-    words = [
-        "transport",
-        "--base",
-        base,
-        "--tuned",
-        tmp_path / "tuned",
-        "--target",
-        target,
-        *common,
-        "--shots",
-        3,
-    ]
+    words = ["transport", "--base", base, "--tuned", tmp_path / "tuned", "--target", target, *common, "--shots", 3]
     assert run([str(word) for word in (*words, "--out", tmp_path / "asked")]) == 4
     assert "Choose --head copy" in capsys.readouterr().err
     assert not (tmp_path / "asked").exists()

@@ -104,9 +104,7 @@ def test_a_state_made_under_other_labels_is_refused(
         finetune(other, ROWS, **RECIPE, checkpoint=state)
 
 
-def test_a_state_of_another_run_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_of_another_run_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finetuning, "SAVE_EVERY_SECONDS", 0.0)
     state = tmp_path / "state.safetensors"
     finetune(opened(folder), ROWS, **RECIPE, checkpoint=state)
@@ -207,9 +205,7 @@ def test_micro_batches_change_nothing_but_memory(folder: Path) -> None:
     finetune(one, ROWS, **RECIPE)
     finetune(many, ROWS, **RECIPE, micro_batch=3)
     for name, value in weights(one).items():
-        if not name.endswith(
-            "key.bias"
-        ):  # zero gradient by construction: Adam turns rounding noise into steps
+        if not name.endswith("key.bias"):  # zero gradient by construction: Adam turns rounding noise into steps
             torch.testing.assert_close(weights(many)[name], value, rtol=0, atol=1e-7)
 
 

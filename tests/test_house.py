@@ -102,9 +102,7 @@ def test_no_two_classes_share_a_name():
 def _modules_after(code: str) -> set[str]:
     script = code + "\nimport sys; print('\\n'.join(sys.modules))"
     return set(
-        subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True
-        ).stdout.split()
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     )
 
 
@@ -130,9 +128,7 @@ def test_editors_know_every_public_name():
     import gradfix
 
     tree = ast.parse((SOURCE / "__init__.py").read_text())
-    block = next(
-        n for n in tree.body if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"
-    )
+    block = next(n for n in tree.body if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")
     shown = {alias.asname: node.module for node in block.body for alias in node.names}
     assert shown == gradfix._HOMES
 

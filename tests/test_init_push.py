@@ -16,14 +16,7 @@ import yaml
 
 from gradfix.cli import run
 from gradfix.cli.options import settle
-from gradfix.commands.configs import (
-    INITIALISED,
-    CompareConfig,
-    InitConfig,
-    InitOptions,
-    PushConfig,
-    TransportConfig,
-)
+from gradfix.commands.configs import INITIALISED, CompareConfig, InitConfig, InitOptions, PushConfig, TransportConfig
 from gradfix.commands.init import COMMANDS, RECIPE, run_init
 from tests.stage import setup
 
@@ -52,24 +45,13 @@ def test_transport_file_is_what_config_reads(tmp_path):
     result = run_init(config)
     assert result.missing == ()
     made = settle(TransportConfig, {}, str(out))
-    assert (made.base, made.tuned, made.target, made.data, made.shots, made.out) == (
-        "a",
-        "b",
-        "c",
-        "d: #1",
-        7,
-        "o",
-    )
-    assert made == TransportConfig(
-        base="a", tuned="b", target="c", data="d: #1", task="zero-shot", shots=7, out="o"
-    )
+    assert (made.base, made.tuned, made.target, made.data, made.shots, made.out) == ("a", "b", "c", "d: #1", 7, "o")
+    assert made == TransportConfig(base="a", tuned="b", target="c", data="d: #1", task="zero-shot", shots=7, out="o")
 
 
 def test_compare_file_holds_lists(tmp_path):
     out = tmp_path / "c.yml"
-    run_init(
-        InitConfig(command="compare", out=str(out), data=("d",), task="causal", shots=("5", "50"), **TRIO)
-    )
+    run_init(InitConfig(command="compare", out=str(out), data=("d",), task="causal", shots=("5", "50"), **TRIO))
     assert settle(CompareConfig, {}, str(out)).shots == (5, 50)
 
 
@@ -78,15 +60,7 @@ def test_merge_file_is_a_recipe(tmp_path):
 
     out = tmp_path / "m.yml"
     run_init(
-        InitConfig(
-            command="merge",
-            out=str(out),
-            base=("a",),
-            tuned=("x", "y"),
-            target="t",
-            data=("d",),
-            task="causal",
-        )
+        InitConfig(command="merge", out=str(out), base=("a",), tuned=("x", "y"), target="t", data=("d",), task="causal")
     )
     recipe = load_recipe(out)
     assert [(v.base, v.tuned, v.data) for v in recipe.vectors] == [("a", "x", "d"), ("a", "y", "d")]
@@ -109,9 +83,8 @@ def test_every_option_stands_in_the_file_with_its_help(command):
 def test_missing_options_are_named_and_left_open(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["init"]) == 0
-    assert (
-        "fill in data, task, base, tuned, target, then run `gradfix transport --config transport.yml`"
-        in _flat(capsys)
+    assert "fill in data, task, base, tuned, target, then run `gradfix transport --config transport.yml`" in _flat(
+        capsys
     )
     assert run(["transport", "--config", "transport.yml"]) == 2
     assert "--data is missing" in capsys.readouterr().err
@@ -280,9 +253,7 @@ def test_piped_tables_are_plain_and_whole(stage):
 def test_narrow_terminals_lose_nothing(monkeypatch, capsys):
     from gradfix.cli import console
 
-    monkeypatch.setattr(
-        console, "out", lambda: console.Console(width=40, force_terminal=True, color_system=None)
-    )
+    monkeypatch.setattr(console, "out", lambda: console.Console(width=40, force_terminal=True, color_system=None))
     rows = [("bert-old", "1,234,567", "float32", "0.123456789", "99.9 %", "last one")]
     console.table("title", ("name", "weights", "dtype", "norm", "kept", "end"), rows)
     shown = capsys.readouterr().out
@@ -346,12 +317,7 @@ def test_the_questions_appear_on_a_terminal(tmp_path):
 
     master, slave = pty.openpty()
     child = subprocess.Popen(
-        [sys.executable, "-m", "gradfix", "init"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd=tmp_path,
-        close_fds=True,
+        [sys.executable, "-m", "gradfix", "init"], stdin=slave, stdout=slave, stderr=slave, cwd=tmp_path, close_fds=True
     )
     os.close(slave)
     os.write(master, b"transport\nold\ntuned\nnew\ndata\nzero-shot\n\n\n\n")

@@ -19,13 +19,7 @@ from gradfix.merging.memory import MERGES, mask_then_merge, merge, merge_then_ma
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 
-SHAPES = {
-    "embed.weight": (40, 30),
-    "layers.0.weight": (25, 44),
-    "layers.0.bias": (25,),
-    "norm.scale": (7,),
-    "t": (),
-}
+SHAPES = {"embed.weight": (40, 30), "layers.0.weight": (25, 44), "layers.0.bias": (25,), "norm.scale": (7,), "t": ()}
 RANDOM = [name for name in MERGES if "seed" in MERGES[name].options]
 
 
@@ -38,9 +32,7 @@ def state(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 def tune(base: dict[str, Tensor], seed: int, size: float = 0.05) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed + 100)
     return {
-        n: (t.float() + size * torch.randn(t.shape, generator=generator)).to(t.dtype)
-        if t.is_floating_point()
-        else t
+        n: (t.float() + size * torch.randn(t.shape, generator=generator)).to(t.dtype) if t.is_floating_point() else t
         for n, t in base.items()
     }
 
@@ -57,9 +49,7 @@ def save(folder: Path, tensors: dict[str, Tensor], shards: int = 1) -> Path:
         part = {name: tensors[name] for name in names[index::shards]}
         save_file(part, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
@@ -70,10 +60,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 def votes_for(seed: int, count: int = 5) -> SignVotes:
     generator = torch.Generator().manual_seed(seed + 50)
     return SignVotes(
-        {
-            n: torch.randint(-count, count + 1, s, generator=generator, dtype=torch.int8)
-            for n, s in SHAPES.items()
-        },
+        {n: torch.randint(-count, count + 1, s, generator=generator, dtype=torch.int8) for n, s in SHAPES.items()},
         count,
     )
 
@@ -125,26 +112,17 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("dtype", "shards"), [(torch.float32, 1), (torch.bfloat16, 3), (torch.float64, 1), (torch.float16, 1)]
 )
-def test_stream_equals_memory_bit_for_bit(
-    tmp_path: Path, method: str, dtype: torch.dtype, shards: int
-) -> None:
+def test_stream_equals_memory_bit_for_bit(tmp_path: Path, method: str, dtype: torch.dtype, shards: int) -> None:
     case = Case(tmp_path, dtype, shards)
     count = 2 if method == "slerp" else 3
     seed = 3 if method in RANDOM else None
     merge_checkpoints(
-        target=case.target,
-        vectors=case.vectors[:count],
-        out=tmp_path / "out",
-        method=method,
-        alpha=0.7,
-        seed=seed,
+        target=case.target, vectors=case.vectors[:count], out=tmp_path / "out", method=method, alpha=0.7, seed=seed
     )
     case.expect(tmp_path / "out", merge(case.taus[:count], method, generator=seed), 0.7)
 
 
-@pytest.mark.parametrize(
-    "options", [{"per_tensor": True}, {"election": "count"}, {"density": [0.1, 0.5, 1.0]}]
-)
+@pytest.mark.parametrize("options", [{"per_tensor": True}, {"election": "count"}, {"density": [0.1, 0.5, 1.0]}])
 def test_options_reach_the_stream(tmp_path: Path, options: dict[str, Any]) -> None:
     case = Case(tmp_path)
     vectors = [Vector(v.base, v.tuned, weight=w) for v, w in zip(case.vectors, (1.0, 0.5, 2.0), strict=True)]

@@ -87,9 +87,7 @@ def test_sources_of_one_task_share_the_votes(
     asked = []
     collect = workflow.collect_votes
     monkeypatch.setattr(workflow, "collect_votes", lambda *a, **k: asked.append(1) or collect(*a, **k))
-    path = _recipe(
-        tmp_path, world, data=("films", "films"), alpha=0.5, method="mean", out=str(tmp_path / "out")
-    )
+    path = _recipe(tmp_path, world, data=("films", "films"), alpha=0.5, method="mean", out=str(tmp_path / "out"))
     result = run_merge(load_recipe(path))
     assert (result.order, result.alpha, len(asked), len(result.tasks)) == ("mask_then_merge", 0.5, 1, 1)
 
@@ -102,9 +100,7 @@ def test_the_scored_model_is_the_written_one(tmp_path: Path, world: dict[str, Pa
 
     for data, scores in result.tasks.items():
         again = run_evaluate(
-            EvaluateConfig(
-                model=str(tmp_path / "out"), data=data, task="zero-shot", head_from=str(world["target"])
-            )
+            EvaluateConfig(model=str(tmp_path / "out"), data=data, task="zero-shot", head_from=str(world["target"]))
         )
         assert again["accuracy"] == scores["test_after"]["accuracy"]
         assert again["loss"] == pytest.approx(scores["test_after"]["loss"], rel=1e-5)
@@ -139,9 +135,7 @@ def test_what_is_missing_is_named(tmp_path: Path, world: dict[str, Path]) -> Non
     with pytest.raises(UsageError, match="no output folder"):
         run_merge_command(MergeConfigOptions(config=str(_recipe(tmp_path, world))))
     (_data(tmp_path / "bare", 3) / "validation.jsonl").unlink()
-    path = _recipe(
-        tmp_path, {**world, "bare": tmp_path / "bare"}, data=("films", "bare"), out=str(tmp_path / "o")
-    )
+    path = _recipe(tmp_path, {**world, "bare": tmp_path / "bare"}, data=("films", "bare"), out=str(tmp_path / "o"))
     with pytest.raises(DataError, match="no validation data to choose alpha on"):
         run_merge(load_recipe(path))
 

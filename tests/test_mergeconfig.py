@@ -132,9 +132,7 @@ def test_mergekit_defaults_are_kept(tmp_path: Path) -> None:
     recipe = from_mergekit(write(tmp_path, summed)).complete(target="new")
     assert (recipe.method, recipe.densities()) == ("mean", None)
     assert [v.weight for v in recipe.vectors] == [0.7, 0.3]
-    linear = (
-        MERGEKIT.replace("ties", "dare_linear").replace("weight: 0.7", "weight: 0.9").replace("false", "true")
-    )
+    linear = MERGEKIT.replace("ties", "dare_linear").replace("weight: 0.7", "weight: 0.9").replace("false", "true")
     recipe = from_mergekit(write(tmp_path, linear)).complete(target="new")
     assert [v.weight for v in recipe.vectors] == pytest.approx([0.75, 0.25])
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import gradfix.merging.bundles
@@ -44,10 +43,7 @@ def flat(vector: TaskVector) -> Tensor:
 def votes_for(seed: int, count: int = 5) -> SignVotes:
     generator = torch.Generator().manual_seed(seed)
     return SignVotes(
-        {
-            n: torch.randint(-count, count + 1, s, generator=generator, dtype=torch.int8)
-            for n, s in SHAPES.items()
-        },
+        {n: torch.randint(-count, count + 1, s, generator=generator, dtype=torch.int8) for n, s in SHAPES.items()},
         count,
     )
 
@@ -205,9 +201,7 @@ def test_model_stock_equals_the_reference() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    values=st.lists(
-        st.sampled_from([0.0, -0.0, 1e-38, -1e-45, 1.0, -1.0, 2.5, 3e38, 0.1]), min_size=1, max_size=60
-    ),
+    values=st.lists(st.sampled_from([0.0, -0.0, 1e-38, -1e-45, 1.0, -1.0, 2.5, 3e38, 0.1]), min_size=1, max_size=60),
     wide=st.booleans(),
     data=st.data(),
 )
@@ -278,9 +272,7 @@ def test_consensus_refuses_strangers() -> None:
     with pytest.raises(UsageError):
         consensus([])
     with pytest.raises(IncompatibleCheckpoints, match="differ in 1 tensor names, first 'b'"):
-        consensus(
-            [SignVotes({"a": torch.ones(2)}, 1), SignVotes({"a": torch.ones(2), "b": torch.ones(1)}, 1)]
-        )
+        consensus([SignVotes({"a": torch.ones(2)}, 1), SignVotes({"a": torch.ones(2), "b": torch.ones(1)}, 1)])
     votes = {"a": torch.ones(2, dtype=torch.int8)}
     with pytest.raises(IncompatibleCheckpoints, match="different weights"):
         consensus([SignVotes(votes, 1, target_hash="x"), SignVotes(votes, 1, target_hash="y")])
@@ -327,9 +319,7 @@ def test_mistakes_are_named() -> None:
         merge(taus, "mean", [1, 1, -2])
     with pytest.raises(UsageError, match="nothing to merge"):
         merge([])
-    with pytest.raises(
-        IncompatibleCheckpoints, match="vectors 1 and 3 differ in 1 tensor names, first 'scale'"
-    ):
+    with pytest.raises(IncompatibleCheckpoints, match="vectors 1 and 3 differ in 1 tensor names, first 'scale'"):
         merge([taus[0], taus[1], taus[2].subset([n for n in SHAPES if n != "scale"])])
     with pytest.raises(IncompatibleCheckpoints, match="'scale' is"):
         merge([taus[0], taus[1].map(lambda n, t: t.reshape(1) if n == "scale" else t)])
@@ -355,14 +345,7 @@ def test_equals_mergekit_where_the_definitions_agree(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout[done.stdout.index("{") :])["results"]
-    same = (
-        "task_arithmetic",
-        "task_arithmetic normalized",
-        "ties",
-        "ties lambda",
-        "dare_linear",
-        "dare_ties",
-    )
+    same = ("task_arithmetic", "task_arithmetic normalized", "ties", "ties lambda", "dare_linear", "dare_ties")
     for label in same:
         assert found[f"{label} (float32)"]["entries_equal"] == 1, label
     # bfloat16: mergekit computes in bfloat16 and breaks ties between equal magnitudes by position.

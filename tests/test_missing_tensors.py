@@ -29,11 +29,7 @@ BUFFERS = {
 
 def draw(seed: int, **more: torch.Tensor) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        "enc.w": torch.randn(6, generator=generator),
-        "enc.v": torch.randn(3, generator=generator),
-        **more,
-    }
+    return {"enc.w": torch.randn(6, generator=generator), "enc.v": torch.randn(3, generator=generator), **more}
 
 
 def shifted(state: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
@@ -46,9 +42,7 @@ def test_a_buffer_need_not_be_in_every_file(tmp_path, name, stored):
     extras = [{name: BUFFERS[name]} if has else {} for has in stored]
     base, tuned = draw(0, **extras[0]), shifted(draw(0, **extras[1]), 0.01)
     target = draw(1, **{n: t * 2 for n, t in extras[2].items()})
-    report = gradfix.transport_checkpoint(
-        base=base, tuned=tuned, target=target, out=tmp_path / "out", mask="none"
-    )
+    report = gradfix.transport_checkpoint(base=base, tuned=tuned, target=target, out=tmp_path / "out", mask="none")
     out = read_folder(tmp_path / "out")
     assert set(out) == set(target) and report.transported == 2
     assert all(torch.equal(out[n], target[n]) for n in extras[2])
@@ -66,12 +60,7 @@ def test_strict_still_refuses_a_buffer_that_only_the_target_has(tmp_path):
     target = draw(1, **{"rotary_emb.inv_freq": torch.ones(4)})
     with pytest.raises(IncompatibleCheckpoints, match="--strict: 1 tensors .* 'rotary_emb.inv_freq'"):
         gradfix.transport_checkpoint(
-            base=draw(0),
-            tuned=shifted(draw(0), 0.01),
-            target=target,
-            out=tmp_path / "out",
-            mask="none",
-            strict=True,
+            base=draw(0), tuned=shifted(draw(0), 0.01), target=target, out=tmp_path / "out", mask="none", strict=True
         )
 
 
@@ -82,8 +71,7 @@ HEAD = {"pooler.weight": torch.ones(3)}
 def test_a_merge_leaves_a_dropped_head_as_it_is(tmp_path, dropped):
     base = draw(0, **HEAD)
     vectors = [
-        Vector(base, shifted(draw(0) if gone else base, 0.01 * number))
-        for number, gone in enumerate(dropped, 1)
+        Vector(base, shifted(draw(0) if gone else base, 0.01 * number)) for number, gone in enumerate(dropped, 1)
     ]
     target = draw(1, **HEAD)
     report = merge_checkpoints(target=target, vectors=vectors, out=tmp_path / "out", method="mean")
@@ -104,9 +92,7 @@ def test_a_merge_matches_the_prefix(tmp_path):
 def test_a_merge_still_refuses_a_base_without_a_weight(tmp_path):
     whole, part = draw(0), {"enc.w": draw(0)["enc.w"]}
     vectors = [Vector(whole, shifted(whole, 0.01)), Vector(part, shifted(part, 0.01))]
-    with pytest.raises(
-        IncompatibleCheckpoints, match="vectors 1 and 2 differ in 1 tensor names, first 'enc.v'"
-    ):
+    with pytest.raises(IncompatibleCheckpoints, match="vectors 1 and 2 differ in 1 tensor names, first 'enc.v'"):
         merge_checkpoints(target=draw(1), vectors=vectors, out=tmp_path / "out", method="mean")
 
 

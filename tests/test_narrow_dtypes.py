@@ -41,10 +41,7 @@ def test_a_visible_update_survives_in_every_dtype(tmp_path, dtype):
 
 
 def fp8(value: float) -> dict[str, torch.Tensor]:
-    return {
-        "experts.up_proj": torch.full((4, 8), value).to(torch.float8_e4m3fn),
-        "norm.weight": torch.ones(8),
-    }
+    return {"experts.up_proj": torch.full((4, 8), value).to(torch.float8_e4m3fn), "norm.weight": torch.ones(8)}
 
 
 def test_one_byte_floats_are_refused_whatever_they_are_called(tmp_path):
@@ -52,12 +49,7 @@ def test_one_byte_floats_are_refused_whatever_they_are_called(tmp_path):
     for dtype in (None, "fp32"):
         with pytest.raises(IncompatibleCheckpoints, match=match):
             gradfix.transport_checkpoint(
-                base=fp8(1.0),
-                tuned=fp8(1.125),
-                target=fp8(2.0),
-                out=tmp_path / "out",
-                mask="none",
-                dtype=dtype,
+                base=fp8(1.0), tuned=fp8(1.125), target=fp8(2.0), out=tmp_path / "out", mask="none", dtype=dtype
             )
     with pytest.raises(IncompatibleCheckpoints, match=match):
         gradfix.TaskVector.between(fp8(1.0), fp8(1.125))
@@ -69,9 +61,7 @@ def packed(value: int) -> dict[str, torch.Tensor]:
 
 
 def test_packed_integers_may_not_differ(tmp_path):
-    with pytest.raises(
-        IncompatibleCheckpoints, match="'experts.down_proj_blocks' .* is torch.uint8: quantised"
-    ):
+    with pytest.raises(IncompatibleCheckpoints, match="'experts.down_proj_blocks' .* is torch.uint8: quantised"):
         gradfix.transport_checkpoint(
             base=packed(1), tuned=packed(2), target=packed(3), out=tmp_path / "out", mask="none"
         )
@@ -97,9 +87,7 @@ def test_an_adapter_on_a_quantised_base_is_refused(tmp_path):
 def test_an_adapter_leaves_other_tensors_their_dtype(tmp_path):
     base = save_tiny("bert", tmp_path / "base", 0, torch.bfloat16)
     ids = torch.arange(2**24 + 1, 2**24 + 5)[None]
-    state = {n: t.clone() for n, t in open_checkpoint(base).state().items()} | {
-        "embeddings.position_ids": ids
-    }
+    state = {n: t.clone() for n, t in open_checkpoint(base).state().items()} | {"embeddings.position_ids": ids}
     save_file(state, base / "model.safetensors", {"format": "pt"})
     train_adapter(load(base, ""), tmp_path / "lora", target_modules=["query"])
     seen = open_checkpoint(tmp_path / "lora", base=base)

@@ -16,17 +16,13 @@ STATE = {"a.weight": torch.arange(12.0).view(3, 4), "b": torch.tensor(2.0), "c":
 
 
 def _same(checkpoint) -> bool:
-    return set(checkpoint.names()) == set(STATE) and all(
-        torch.equal(checkpoint.read(n), STATE[n]) for n in STATE
-    )
+    return set(checkpoint.names()) == set(STATE) and all(torch.equal(checkpoint.read(n), STATE[n]) for n in STATE)
 
 
 def test_every_container_opens_to_the_same_tensors_and_fingerprint(tmp_path):
     save_file(STATE, tmp_path / "x.safetensors")
     torch.save(STATE, tmp_path / "x.pt")
-    torch.save(
-        {"state_dict": {f"module.{n}": t for n, t in STATE.items()}, "epoch": 3}, tmp_path / "wrapped.bin"
-    )
+    torch.save({"state_dict": {f"module.{n}": t for n, t in STATE.items()}, "epoch": 3}, tmp_path / "wrapped.bin")
     folder = tmp_path / "folder"
     folder.mkdir()
     torch.save(STATE, folder / "pytorch_model.bin")

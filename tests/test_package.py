@@ -39,10 +39,7 @@ def elsewhere(built, tmp_path_factory):
 
 def _python(site: Path, code: str) -> str:
     """-I: no PYTHONPATH, no current folder, and the paths below instead of the editable install."""
-    paths, sources = (
-        [str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")],
-        str(ROOT / "src"),
-    )
+    paths, sources = ([str(site), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")], str(ROOT / "src"))
     start = f"import sys\nsys.path[:] = {paths!r} + [p for p in sys.path if p != {sources!r}]\n"
     done = subprocess.run(
         [sys.executable, "-I", "-c", start + code], cwd=site, capture_output=True, text=True, check=False
@@ -67,9 +64,7 @@ def test_the_wheel_holds_what_it_needs_and_no_more(built):
     names = set(zipfile.ZipFile(built[0]).namelist())
     for folder in ("pocket/data", "report/templates"):
         here = {
-            p.relative_to(ROOT / "src").as_posix()
-            for p in (ROOT / "src/gradfix" / folder).iterdir()
-            if p.is_file()
+            p.relative_to(ROOT / "src").as_posix() for p in (ROOT / "src/gradfix" / folder).iterdir() if p.is_file()
         }
         assert here and here <= names
     assert "gradfix/py.typed" in names
@@ -107,7 +102,9 @@ assert run(["demo", "--unpack", "pocket"]) == 0
 
 
 def test_the_metadata_speaks_to_users(elsewhere):
-    code = "from importlib.metadata import metadata; m = metadata('gradfix'); print(m['Summary'], m['License-Expression'])"
+    code = (
+        "from importlib.metadata import metadata; m = metadata('gradfix'); print(m['Summary'], m['License-Expression'])"
+    )
     assert _python(elsewhere, code).split()[-1] == "Apache-2.0"
     points = next(elsewhere.glob("gradfix-*.dist-info/entry_points.txt")).read_text()
     assert "gradfix = gradfix.cli:main" in points

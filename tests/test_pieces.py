@@ -6,8 +6,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gradfix.stream.pieces import all_finite, differing, nonzeros, recut
 from gradfix.system.threads import PieceWorkers, ahead, one_thread

@@ -119,9 +119,7 @@ def test_without_the_package_the_names_are_unknown(tmp_path, capsys, monkeypatch
 
 def _registry(monkeypatch, value: str, name: str = "new") -> Registry[object]:
     points = [EntryPoint(name=name, value=value, group="gradfix.things")]
-    monkeypatch.setattr(
-        "gradfix.registry.entry_points", lambda group: points if group == "gradfix.things" else []
-    )
+    monkeypatch.setattr("gradfix.registry.entry_points", lambda group: points if group == "gradfix.things" else [])
     things: Registry[object] = Registry("thing")
     things.register("old")(1)
     return things

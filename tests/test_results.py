@@ -21,9 +21,7 @@ def row(method: str, accuracy: float, validation: float, seed: int = 0, **more: 
     }  # fmt: skip
 
 
-def both(
-    method: str, accuracies: tuple[float, float], validation: float, **more: Any
-) -> list[dict[str, Any]]:
+def both(method: str, accuracies: tuple[float, float], validation: float, **more: Any) -> list[dict[str, Any]]:
     return [row(method, accuracy, validation, seed, **more) for seed, accuracy in enumerate(accuracies)]
 
 
@@ -128,10 +126,7 @@ def test_recovered(accuracy, zero, tuned, share):
 
 def test_the_headline_is_the_largest_budget():
     rows = [*BASE, *both("gradfix", (60, 60), 60)]
-    more = [
-        {**entry, "shots": 50}
-        for entry in [*BASE, *both("gradfix", (60, 60), 60), *both("veto", (80, 80), 80)]
-    ]
+    more = [{**entry, "shots": 50} for entry in [*BASE, *both("gradfix", (60, 60), 60), *both("veto", (80, 80), 80)]]
     results = Results.build([*rows, *more], versions={})
     assert results.verdict["method"] == "veto"
     assert [verdict["method"] for verdict in results.verdicts] == ["gradfix", "veto"]
@@ -139,9 +134,7 @@ def test_the_headline_is_the_largest_budget():
 
 def test_merge_keeps_pairs_apart():
     parts = [
-        Results.build(
-            [{**entry, "pair": pair} for entry in [*BASE, *both("veto", (60, 70), score)]], versions={}
-        )
+        Results.build([{**entry, "pair": pair} for entry in [*BASE, *both("veto", (60, 70), score)]], versions={})
         for pair, score in (("unrelated", 60), ("related", 30))
     ]
     merged = Results.merge(parts)
@@ -154,9 +147,7 @@ def test_merge_keeps_pairs_apart():
 
 
 def test_summary_has_mean_and_spread():
-    results = Results.build(
-        [*BASE, *both("veto", (60, 70), 60)], versions={}, titles={"veto": "V", "zero_shot": "Z"}
-    )
+    results = Results.build([*BASE, *both("veto", (60, 70), 60)], versions={}, titles={"veto": "V", "zero_shot": "Z"})
     summary = {entry["method"]: entry for entry in results.summary_rows()}
     assert summary["veto"]["accuracy"] == 65
     assert summary["veto"]["spread"] == pytest.approx(7.0710678)
@@ -171,9 +162,7 @@ def test_saved_results_come_back(tmp_path):
     assert {"rows", "baselines", "verdict", "versions"} <= set(json.loads((tmp_path / "r.json").read_text()))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 3}', '{"rows": [], "odd": 1}', "\x00"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": 3}', '{"rows": [], "odd": 1}', "\x00"])
 def test_a_file_that_is_no_results_file_is_named(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(CorruptInput, match="not a results file"):

@@ -6,8 +6,7 @@ import kmedoids
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradfix.errors import DataError, UsageError
 from gradfix.vectors.selection import SELECTORS, select

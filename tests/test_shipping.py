@@ -20,13 +20,7 @@ from gradfix.errors import UsageError
 from gradfix.methods.search import Search
 from tests.stage import setup
 
-INPUTS = {
-    "base": "old-base",
-    "tuned": "my-fine-tune",
-    "target": "new-base",
-    "data": "my-data",
-    "task": "zero-shot",
-}
+INPUTS = {"base": "old-base", "tuned": "my-fine-tune", "target": "new-base", "data": "my-data", "task": "zero-shot"}
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def transport(out: str, *options: str) -> dict[str, torch.Tensor]:
     words = [word for name, value in INPUTS.items() for word in (f"--{name}", value)]
-    code = run(
-        ["transport", *words, "--shots", "2", "--alpha", "0.5", "--force", "--out", out, *options, "-q"]
-    )
+    code = run(["transport", *words, "--shots", "2", "--alpha", "0.5", "--force", "--out", out, *options, "-q"])
     assert code == 0
     return load_file(f"{out}/model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), [("naive", ["--mask", "none"]), ("gradfix_mean", ["--vote", "mean"])]
-)
+@pytest.mark.parametrize(("method", "options"), [("naive", ["--mask", "none"]), ("gradfix_mean", ["--vote", "mean"])])
 def test_a_method_by_name_is_the_transport_with_its_options(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: list[str]
 ) -> None:
@@ -138,17 +128,7 @@ def test_alpha_and_margin_are_those_of_the_comparison(
     for (method, seed), row in rows.items():
         if method == "zero_shot":
             continue
-        rest = [
-            "--method",
-            method,
-            "--seed",
-            str(seed),
-            "--out",
-            "unwritten",
-            "--force",
-            "--dry-run",
-            "--no-check",
-        ]
+        rest = ["--method", method, "--seed", str(seed), "--out", "unwritten", "--force", "--dry-run", "--no-check"]
         assert run(["transport", *words, *rest, "--json", "shipped.json"]) == 0
         shipped = json.loads(Path("shipped.json").read_text())
         found = (shipped["alpha"], shipped["margin"], shipped["test_after"]["accuracy"])
@@ -175,9 +155,7 @@ def by_verdict(file: str, out: str, *options: str) -> int:
 
 @pytest.mark.usefixtures("compared")
 @pytest.mark.parametrize("method", ["few_shot", "veto"])
-def test_best_with_a_verdict_ships_the_verdict(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
+def test_best_with_a_verdict_ships_the_verdict(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.chdir(folder)
     file = judged(folder, method=method, transport=method != "few_shot")
     assert by_verdict(file, f"verdict-{method}", "--method", "best", "--shots", "2") == 0
@@ -198,9 +176,7 @@ def test_a_verdict_that_does_not_fit_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    keep = judged(
-        folder, method="zero_shot", transport=False, advice="Do not transport: keep the target as it is."
-    )
+    keep = judged(folder, method="zero_shot", transport=False, advice="Do not transport: keep the target as it is.")
     cases = [
         (keep, ["--shots", "2"], 6, "Do not transport: keep the target as it is. Nothing was written."),
         ("results.json", [], 2, "has verdicts for 2 examples per class, not for 5; choose one by --shots"),

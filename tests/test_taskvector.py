@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
 import gradfix
@@ -16,9 +15,7 @@ seeds = st.integers(0, 10_000)
 
 def _vector(seed: int) -> gradfix.TaskVector:
     g = torch.Generator().manual_seed(seed)
-    return gradfix.TaskVector(
-        {"a": torch.randn(3, 2, generator=g).double(), "b": torch.randn(4, generator=g).double()}
-    )
+    return gradfix.TaskVector({"a": torch.randn(3, 2, generator=g).double(), "b": torch.randn(4, generator=g).double()})
 
 
 def _equal(left, right) -> bool:

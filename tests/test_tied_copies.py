@@ -48,18 +48,12 @@ def tie(state: dict[str, Tensor], wanted: bool = True) -> dict[str, Tensor]:
 def votes_on(name: str) -> SignVotes:
     generator = torch.Generator().manual_seed(3)
     named = {name if n == EMBEDDING else n: shape for n, shape in SHAPES.items()}
-    return SignVotes(
-        {n: torch.randint(-3, 4, s, generator=generator).to(torch.int8) for n, s in named.items()}, 3
-    )
+    return SignVotes({n: torch.randint(-3, 4, s, generator=generator).to(torch.int8) for n, s in named.items()}, 3)
 
 
 def folders(home: Path, *, base: bool, tuned: bool, target: bool) -> dict[str, Path]:
     """The three checkpoints; each flag says whether the file stores the tied copy."""
-    states = {
-        "base": tie(draw(0), base),
-        "tuned": tie(tuned_from(draw(0)), tuned),
-        "target": tie(draw(1), target),
-    }
+    states = {"base": tie(draw(0), base), "tuned": tie(tuned_from(draw(0)), tuned), "target": tie(draw(1), target)}
     return {role: save_folder(home / role, state) for role, state in states.items()}
 
 
@@ -80,9 +74,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("stored", STORED)
 def test_stored_copies_are_moved_alike(tmp_path, stored, mask):
-    report = gradfix.transport_checkpoint(
-        **folders(tmp_path, **STORED[stored]), out=tmp_path / "out", **MASKS[mask]
-    )
+    report = gradfix.transport_checkpoint(**folders(tmp_path, **STORED[stored]), out=tmp_path / "out", **MASKS[mask])
     out = read_folder(tmp_path / "out")
     assert torch.equal(out[HEAD], out[EMBEDDING]) and not torch.equal(out[HEAD], draw(1)[EMBEDDING])
     tied = [entry.get("reason", "") for entry in report.tensors.values()]
@@ -154,9 +146,7 @@ def test_an_interrupted_run_gives_the_same_copies(tmp_path, limit):
     given = {**folders(tmp_path, **STORED["only the target"]), "mask": "random", "seed": 4}
     gradfix.transport_checkpoint(**given, out=tmp_path / "whole")
     out = tmp_path / "out"
-    interrupt(
-        lambda progress: gradfix.transport_checkpoint(**given, out=out, progress=progress), limit, "SIGINT"
-    )
+    interrupt(lambda progress: gradfix.transport_checkpoint(**given, out=out, progress=progress), limit, "SIGINT")
     gradfix.transport_checkpoint(**given, out=out)
     assert content(out) == content(tmp_path / "whole")
 

@@ -73,8 +73,6 @@ def test_other_trackers_get_runs_and_steps(name, monkeypatch):
 def test_a_tracker_is_checked_before_the_work(spec, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     setup("bert-zero-shot", tmp_path)
-    monkeypatch.setattr(
-        "gradfix.report.tracking.find_spec", lambda package: None if package == "trackio" else True
-    )
+    monkeypatch.setattr("gradfix.report.tracking.find_spec", lambda package: None if package == "trackio" else True)
     assert run(["compare", *DRY["compare"].split(), "--track", spec]) == 2
     assert message in capsys.readouterr().err

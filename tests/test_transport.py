@@ -10,10 +10,7 @@ import torch
 
 import gradfix
 from gradfix.cli import run
-from gradfix.errors import (
-    CorruptInput,
-    IncompatibleCheckpoints,
-)
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 from gradfix.stream.checkpoint import write_update
 from gradfix.vectors.signvotes import SignVotes
 from tests.stage import setup
@@ -46,9 +43,7 @@ def test_stream_equals_memory_bit_for_bit(tmp_path, monkeypatch, dtype, mask, op
         "target": save_folder(tmp_path / "target", target, shards),
     }
     votes = draw_votes(2)
-    gradfix.transport_checkpoint(
-        **folders, votes=votes, mask=mask, alpha=0.7, out=tmp_path / "out", **options
-    )
+    gradfix.transport_checkpoint(**folders, votes=votes, mask=mask, alpha=0.7, out=tmp_path / "out", **options)
     in_memory = {"margin": options.get("margin"), "generator": options.get("seed")}
     moved = gradfix.transport(gradfix.TaskVector.between(base, tuned), votes, mask, **in_memory)
     written = read_folder(tmp_path / "out")
@@ -108,9 +103,7 @@ def test_integer_buffers_are_copied_from_the_target(tmp_path):
     base = {"w": torch.randn(8, generator=torch.Generator().manual_seed(0)), "position_ids": torch.arange(4)}
     tuned = {"w": base["w"] + 0.01, "position_ids": torch.arange(4)}
     target = {"w": base["w"] + 1, "position_ids": torch.arange(4) + 7}
-    folders = {
-        n: save_folder(tmp_path / n, s) for n, s in (("base", base), ("tuned", tuned), ("target", target))
-    }
+    folders = {n: save_folder(tmp_path / n, s) for n, s in (("base", base), ("tuned", tuned), ("target", target))}
     gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out")
     assert torch.equal(read_folder(tmp_path / "out")["position_ids"], target["position_ids"])
 
@@ -142,18 +135,14 @@ def test_the_stream_stays_within_100_mib(tmp_path):
     target = save_folder(tmp_path / "target", {"w": torch.ones(2**24)})
     del big
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    gradfix.transport_checkpoint(
-        base=base, tuned=tuned, target=target, mask="none", out=tmp_path / "out", force=True
-    )
+    gradfix.transport_checkpoint(base=base, tuned=tuned, target=target, mask="none", out=tmp_path / "out", force=True)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 100
 
 
 def test_a_tensor_without_votes_does_not_change_the_names_of_the_others():
     """A frozen head is in the task vector and not in the votes; the rest must still find its votes."""
-    tau = gradfix.TaskVector(
-        {"layers.0.weight": torch.ones(4), "embed": torch.ones(2), "head": torch.ones(3)}
-    )
+    tau = gradfix.TaskVector({"layers.0.weight": torch.ones(4), "embed": torch.ones(2), "head": torch.ones(3)})
     votes = SignVotes(
         {"layers.0.weight": torch.ones(4, dtype=torch.int8), "embed": torch.ones(2, dtype=torch.int8)},
         1,
@@ -161,11 +150,7 @@ def test_a_tensor_without_votes_does_not_change_the_names_of_the_others():
     )
     assert gradfix.transport(tau, votes).kept == {"layers.0.weight": 1.0, "embed": 1.0, "head": 0.0}
     on_disk = tau.renamed({"layers.0.weight": "encoder.layer.0.weight"})
-    assert gradfix.transport(on_disk, votes).kept == {
-        "encoder.layer.0.weight": 1.0,
-        "embed": 1.0,
-        "head": 0.0,
-    }
+    assert gradfix.transport(on_disk, votes).kept == {"encoder.layer.0.weight": 1.0, "embed": 1.0, "head": 0.0}
 
 
 def _prefixed(state: dict[str, torch.Tensor], prefix: str, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -178,9 +163,7 @@ def test_a_trainer_style_classifier_moves_between_bases_saved_with_and_without_a
     tuned = {n: v + 0.01 for n, v in base.items()}
     folders = {
         "base": save_folder(tmp_path / "base", _prefixed(base, "bert.", **{"cls.bias": torch.zeros(3)})),
-        "tuned": save_folder(
-            tmp_path / "tuned", _prefixed(tuned, "bert.", **{"classifier.weight": torch.ones(2, 3)})
-        ),
+        "tuned": save_folder(tmp_path / "tuned", _prefixed(tuned, "bert.", **{"classifier.weight": torch.ones(2, 3)})),
         "target": save_folder(tmp_path / "target", draw_state(1)),
     }
     gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out", head="copy")
@@ -195,9 +178,7 @@ def test_a_head_the_fine_tune_dropped_stays_the_targets(tmp_path):
     base = draw_state(0) | {"cls.bias": torch.zeros(3)}
     tuned = {n: v + 0.01 for n, v in draw_state(0).items()}
     target = draw_state(1) | {"cls.bias": torch.full((3,), 7.0)}
-    folders = {
-        n: save_folder(tmp_path / n, s) for n, s in (("base", base), ("tuned", tuned), ("target", target))
-    }
+    folders = {n: save_folder(tmp_path / n, s) for n, s in (("base", base), ("tuned", tuned), ("target", target))}
     gradfix.transport_checkpoint(**folders, mask="none", out=tmp_path / "out")
     assert torch.equal(read_folder(tmp_path / "out")["cls.bias"], torch.full((3,), 7.0))
     assert gradfix.verify(tmp_path / "out")["tensors"]["cls.bias"]["reason"] == "a head the fine-tune dropped"
@@ -223,17 +204,7 @@ def test_a_copied_head_is_written_whatever_makes_the_update(tmp_path, monkeypatc
     setup("bert", tmp_path)
     monkeypatch.chdir(tmp_path)
     data = ["--data", "reviews", "--task", "classification"]
-    words = [
-        "--base",
-        "bert-old",
-        "--tuned",
-        "bert-old-reviews",
-        "--target",
-        "bert-new",
-        *data,
-        "--head",
-        "copy",
-    ]
+    words = ["--base", "bert-old", "--tuned", "bert-old-reviews", "--target", "bert-new", *data, "--head", "copy"]
     alpha = [] if "--method" in options else ["--alpha", "0.5"]
     rest = ["--shots", "2", *alpha, "--force", "--out", "out", "--json", "out.json", "-q"]
     assert run(["transport", *words, *options, *rest]) == 0

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 import gradfix
-from gradfix.errors import (
-    CorruptInput,
-    GradfixError,
-    IncompatibleCheckpoints,
-    OutputError,
-    UnsafeResult,
-    UsageError,
-)
+from gradfix.errors import CorruptInput, GradfixError, IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
 from gradfix.vectors.signvotes import SignVotes
 from trio import draw_state, draw_votes, make_trio, read_folder, save_folder
 
@@ -44,25 +37,14 @@ def test_missing_tensor_is_refused(trio, tmp_path):
     state = draw_state(3)
     del state["norm.weight"]
     odd = save_folder(tmp_path / "odd", state)
-    _fails(
-        trio, tmp_path, IncompatibleCheckpoints, "lacks 1 tensors of its base .* 'norm.weight'", 4, tuned=odd
-    )
-    _fails(
-        trio, tmp_path, IncompatibleCheckpoints, "lacks 1 tensors .* not the same architecture", 4, target=odd
-    )
+    _fails(trio, tmp_path, IncompatibleCheckpoints, "lacks 1 tensors of its base .* 'norm.weight'", 4, tuned=odd)
+    _fails(trio, tmp_path, IncompatibleCheckpoints, "lacks 1 tensors .* not the same architecture", 4, target=odd)
 
 
 def test_other_shapes_are_refused(trio, tmp_path):
     state = {**draw_state(3), "layers.0.weight": torch.zeros(300, 71)}
     odd = save_folder(tmp_path / "odd", state)
-    _fails(
-        trio,
-        tmp_path,
-        IncompatibleCheckpoints,
-        r"'layers.0.weight' is \[300, 70\] .* \[300, 71\]",
-        4,
-        target=odd,
-    )
+    _fails(trio, tmp_path, IncompatibleCheckpoints, r"'layers.0.weight' is \[300, 70\] .* \[300, 71\]", 4, target=odd)
     rows = save_folder(tmp_path / "rows", {**draw_state(3), "layers.0.weight": torch.zeros(310, 70)})
     _fails(trio, tmp_path, IncompatibleCheckpoints, "the vocabularies differ", 4, target=rows)
 
@@ -110,9 +92,7 @@ def test_votes_of_another_target_are_refused(trio, tmp_path):
 def test_not_descended_is_refused_unless_forced(trio, tmp_path):
     stranger = save_folder(tmp_path / "stranger", draw_state(77))
     _fails(trio, tmp_path, IncompatibleCheckpoints, "of its norm: not a fine-tune", 4, tuned=stranger)
-    gradfix.transport_checkpoint(
-        **{**trio, "tuned": stranger}, votes=draw_votes(2), out=tmp_path / "out", force=True
-    )
+    gradfix.transport_checkpoint(**{**trio, "tuned": stranger}, votes=draw_votes(2), out=tmp_path / "out", force=True)
 
 
 def test_an_update_lost_in_rounding_is_refused(tmp_path):
@@ -125,12 +105,7 @@ def test_an_update_lost_in_rounding_is_refused(tmp_path):
     }
     votes = SignVotes({"w": torch.ones(64, dtype=torch.int8)}, 1)
     _fails(
-        folders,
-        tmp_path,
-        UnsafeResult,
-        "rounding .* absorbs the whole update; use --out-dtype fp32",
-        6,
-        votes=votes,
+        folders, tmp_path, UnsafeResult, "rounding .* absorbs the whole update; use --out-dtype fp32", 6, votes=votes
     )
     report = gradfix.transport_checkpoint(**folders, votes=votes, out=tmp_path / "out", dtype="fp32")
     assert report.survived == 1.0

@@ -61,9 +61,7 @@ def save_tiny(
     return folder
 
 
-def save_tokenizer(
-    folder: Path, prefix: str = "", suffix: str = "", chat: bool = False, **options: Any
-) -> None:
+def save_tokenizer(folder: Path, prefix: str = "", suffix: str = "", chat: bool = False, **options: Any) -> None:
     """A lower-casing word-piece tokenizer of about 150 entries that can spell anything in ASCII."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -128,12 +126,7 @@ _BERT: dict[str, Any] = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+_TOWER: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
 
 @_family("bert")
@@ -234,23 +227,9 @@ def _timm(folder: Path, dtype: torch.dtype, labels: Sequence[str]) -> None:
     import timm
     from timm.models import save_for_hf
 
-    size = {
-        "embed_dim": 32,
-        "depth": 2,
-        "num_heads": 4,
-        "mlp_ratio": 1.5,
-        "img_size": IMAGE_SIZE,
-        "patch_size": 8,
-    }
-    overlay = {
-        "input_size": (3, IMAGE_SIZE, IMAGE_SIZE),
-        "crop_pct": 1.0,
-        "custom_load": False,
-        "tag": "tiny",
-    }
-    model = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=len(labels), pretrained_cfg_overlay=overlay, **size
-    )
+    size = {"embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5, "img_size": IMAGE_SIZE, "patch_size": 8}
+    overlay = {"input_size": (3, IMAGE_SIZE, IMAGE_SIZE), "crop_pct": 1.0, "custom_load": False, "tag": "tiny"}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=len(labels), pretrained_cfg_overlay=overlay, **size)
     config = {"label_names": list(labels)}
     save_for_hf(model.to(dtype), str(folder), model_config=config, model_args=size, safe_serialization=True)
 

@@ -10,13 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from gradfix.vectors.signvotes import SignVotes
 
-SHAPES = {
-    "layers.0.weight": (300, 70),
-    "layers.0.bias": (300,),
-    "norm.weight": (300,),
-    "empty": (0, 4),
-    "scalar": (),
-}
+SHAPES = {"layers.0.weight": (300, 70), "layers.0.bias": (300,), "norm.weight": (300,), "empty": (0, 4), "scalar": ()}
 
 
 def draw_state(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -38,19 +32,14 @@ def save_folder(folder: Path, state: dict[str, torch.Tensor], shards: int = 1) -
         part = {name: state[name] for name in names[index::shards]}
         save_file(part, folder / file, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
 
 def draw_votes(seed: int, count: int = 5) -> SignVotes:
     g = torch.Generator().manual_seed(seed)
     return SignVotes(
-        {
-            n: (torch.randint(0, 2, (count, *s), generator=g) * 2 - 1).sum(0).to(torch.int8)
-            for n, s in SHAPES.items()
-        },
+        {n: (torch.randint(0, 2, (count, *s), generator=g) * 2 - 1).sum(0).to(torch.int8) for n, s in SHAPES.items()},
         count,
     )
 

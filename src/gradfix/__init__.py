@@ -61,18 +61,18 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
-    from gradfix.align import ALIGNERS as ALIGNERS
-    from gradfix.align import Alignment as Alignment
-    from gradfix.checkpoints.open import Checkpoint as Checkpoint
-    from gradfix.checkpoints.open import open_checkpoint as open_checkpoint
+    from gradfix.align import ALIGNERS as ALIGNERS, Alignment as Alignment
+    from gradfix.checkpoints.open import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from gradfix.checkpoints.write import verify as verify
     from gradfix.errors import GradfixError as GradfixError
     from gradfix.merging.folders import merge_checkpoints as merge_checkpoints
-    from gradfix.merging.memory import MERGES as MERGES
-    from gradfix.merging.memory import consensus as consensus
-    from gradfix.merging.memory import mask_then_merge as mask_then_merge
-    from gradfix.merging.memory import merge as merge
-    from gradfix.merging.memory import merge_then_mask as merge_then_mask
+    from gradfix.merging.memory import (
+        MERGES as MERGES,
+        consensus as consensus,
+        mask_then_merge as mask_then_merge,
+        merge as merge,
+        merge_then_mask as merge_then_mask,
+    )
     from gradfix.methods.comparison import compare as compare
     from gradfix.stream.checkpoint import transport_checkpoint as transport_checkpoint
     from gradfix.tasks.base import TASKS as TASKS
@@ -80,15 +80,13 @@ if TYPE_CHECKING:
     from gradfix.training.best import best as best
     from gradfix.training.finetuning import finetune as finetune
     from gradfix.vectors.masks import MASKS as MASKS
-    from gradfix.vectors.scale import ScaleCurve as ScaleCurve
-    from gradfix.vectors.scale import search_scale as search_scale
-    from gradfix.vectors.selection import SELECTORS as SELECTORS
-    from gradfix.vectors.selection import select as select
+    from gradfix.vectors.scale import ScaleCurve as ScaleCurve, search_scale as search_scale
+    from gradfix.vectors.selection import SELECTORS as SELECTORS, select as select
     from gradfix.vectors.signvotes import SignVotes as SignVotes
     from gradfix.vectors.taskvector import TaskVector as TaskVector
-    from gradfix.vectors.transported import Transported as Transported
-    from gradfix.vectors.transported import apply as apply
-    from gradfix.vectors.transported import transport as transport
-    from gradfix.votes.collect import ENGINES as ENGINES
-    from gradfix.votes.collect import collect_gradient as collect_gradient
-    from gradfix.votes.collect import collect_votes as collect_votes
+    from gradfix.vectors.transported import Transported as Transported, apply as apply, transport as transport
+    from gradfix.votes.collect import (
+        ENGINES as ENGINES,
+        collect_gradient as collect_gradient,
+        collect_votes as collect_votes,
+    )

@@ -25,9 +25,7 @@ def heal_torchvision() -> None:
         return
     library = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.define(
-        "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    )
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _kept.append(library)  # the operators live as long as the library object
 
 

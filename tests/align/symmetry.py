@@ -16,15 +16,9 @@ from gradfix.align.layout import LayoutOptions, layout_of
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.errors import UsageError
 
-HIDDEN = {
-    "last_hidden_state": ("residual",),
-    "encoder_last_hidden_state": ("residual",),
-    "pooler_output": ("pooler",),
-}
+HIDDEN = {"last_hidden_state": ("residual",), "encoder_last_hidden_state": ("residual",), "pooler_output": ("pooler",)}
 TOWERS = {"last_hidden_state": ("vision.residual", "text.residual")}
-EMBEDDED = dict.fromkeys(
-    ("0", "1", "image_features", "text_features", "image_embeds", "text_embeds"), ("embedding",)
-)
+EMBEDDED = dict.fromkeys(("0", "1", "image_features", "text_features", "image_embeds", "text_embeds"), ("embedding",))
 ALONE = {"last_hidden_state": ("residual",), "pooler_output": ("embedding", "residual")}
 # Fields of a family's output that come out in permuted order (the hidden states of a model without a head), with the
 # groups that permute them: the first that exists.
@@ -55,9 +49,7 @@ def random_alignment(
     return Alignment(layout, groups, "random")
 
 
-def same_function_error(
-    model: nn.Module, alignment: Alignment, inputs: Any, forward: Forward | None = None
-) -> float:
+def same_function_error(model: nn.Module, alignment: Alignment, inputs: Any, forward: Forward | None = None) -> float:
     """Largest difference between the outputs of a model and of its permuted copy, relative to the
     largest output where that exceeds 1.
 

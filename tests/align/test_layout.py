@@ -39,9 +39,7 @@ def test_specs_are_well_formed(family):
         for row in tower.rows:
             assert row.axes, row.pattern
             for word in row.axes:
-                assert (
-                    word.partition("@")[0].isidentifier() or word in "-*" or ":" in word or word == "pool.mlp"
-                )
+                assert word.partition("@")[0].isidentifier() or word in "-*" or ":" in word or word == "pool.mlp"
 
 
 def test_a_tensor_no_spec_covers_is_named():

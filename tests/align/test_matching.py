@@ -6,8 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gradfix.align.layout import config_of, layout_of
 from gradfix.align.matching import Matching, best_pairing, pair_heads, spectra
@@ -65,10 +64,7 @@ def test_gain_equals_the_plain_definition(name):
             assert gain[copy, row, column].item() == overlap_after(matching, group, copy, row, column)
 
 
-@given(
-    size=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)),
-    seed=st.integers(0, 1000),
-)
+@given(size=st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5)), seed=st.integers(0, 1000))
 def test_part_index_equals_nested_loops(size, seed):
     copies, queries, inner = size
     generator = torch.Generator().manual_seed(seed)

@@ -21,8 +21,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def noisy(weights, share, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: t
-        + share * t.norm() / t.numel() ** 0.5 * torch.randn(t.shape, generator=generator, dtype=t.dtype)
+        name: t + share * t.norm() / t.numel() ** 0.5 * torch.randn(t.shape, generator=generator, dtype=t.dtype)
         for name, t in weights.items()
     }
 
@@ -127,9 +126,7 @@ def tuned():
             torch.manual_seed(0)
             model = MAKERS[name]().model
             if name == "vit":
-                model = hf.ViTForImageClassification(
-                    hf.ViTConfig(**{**model.config.to_dict(), "num_labels": 4})
-                )
+                model = hf.ViTForImageClassification(hf.ViTConfig(**{**model.config.to_dict(), "num_labels": 4}))
             model.eval()
             tune(model, *TOYS[name], steps=80, turn=1)
             base = weights_of(model)

@@ -45,9 +45,7 @@ def test_rotary_positions_forbid_permuting_inside_query_and_key_heads():
     model, inputs = make("llama")
     alignment = random_alignment(model, seed=1)
     assert not [name for name in alignment.groups if name.endswith(".qk")]
-    free = dataclasses.replace(
-        alignment.layout, family=dataclasses.replace(alignment.layout.family, rope=False)
-    )
+    free = dataclasses.replace(alignment.layout, family=dataclasses.replace(alignment.layout.family, rope=False))
     stacks = free.stacks({name: tuple(p.shape) for name, p in model.named_parameters()})
     groups = {name: torch.rand(stack).argsort(1) for name, stack in stacks.items()}
     broken = dataclasses.replace(alignment, layout=free, groups=groups)

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from blake3 import blake3
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
 import gradfix
@@ -83,9 +82,7 @@ def test_ranges_out_of_order_cost_a_second_reading_and_nothing_else(tmp_path: Pa
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_parts_from_several_threads_are_hashed_in_the_file_s_order(
-    data: st.DataObject, sizes: list[int]
-) -> None:
+def test_parts_from_several_threads_are_hashed_in_the_file_s_order(data: st.DataObject, sizes: list[int]) -> None:
     """In any order, some of them twice; hashes of beginnings are those of the bytes."""
     whole = bytes(range(sum(sizes)))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -144,11 +141,7 @@ def test_older_and_newer_votes_meet_where_the_target_is_known(roles, tmp_path) -
     def merge(first: str, second: str, out: str) -> None:
         vectors = [Vector(roles["base"], roles["tuned"], votes_of(name)) for name in (first, second)]
         merge_checkpoints(
-            target=roles["target"],
-            vectors=vectors,
-            method="mean",
-            order="merge_then_mask",
-            out=tmp_path / out,
+            target=roles["target"], vectors=vectors, method="mean", order="merge_then_mask", out=tmp_path / out
         )
 
     merge(right, newer, "mixed")

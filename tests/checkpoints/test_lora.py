@@ -40,29 +40,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "CausalLM",
         {"target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
     ),
-    "saved modules": (
-        "llama",
-        "CausalLM",
-        {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]},
-    ),
+    "saved modules": ("llama", "CausalLM", {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]}),
     "embedding": ("llama", "CausalLM", {"target_modules": ["embed_tokens", "o_proj"]}),
     "head": ("llama", "CausalLM", {"target_modules": ["lm_head"]}),
     "conv1d": ("gpt2", "CausalLM", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "conv1d, flag unset": ("gpt2", "CausalLM", {"target_modules": ["c_proj"]}),
     "bert": ("bert", "", {"target_modules": ["query", "dense"]}),
-    "bert head": (
-        "bert_classifier",
-        "SequenceClassification",
-        {"target_modules": ["value"], "task_type": "SEQ_CLS"},
-    ),
+    "bert head": ("bert_classifier", "SequenceClassification", {"target_modules": ["value"], "task_type": "SEQ_CLS"}),
     "bert biases": ("bert", "", {"target_modules": ["query"], "bias": "all"}),
     "bert own biases": ("bert", "", {"target_modules": ["query"], "bias": "lora_only"}),
     "trained bias": ("bert", "", {"target_modules": ["query", "value"], "lora_bias": True}),
-    "renamed": (
-        "vit",
-        "ImageClassification",
-        {"target_modules": ["q_proj", "fc1"], "modules_to_save": ["classifier"]},
-    ),
+    "renamed": ("vit", "ImageClassification", {"target_modules": ["q_proj", "fc1"], "modules_to_save": ["classifier"]}),
     "convolution": ("vit", "ImageClassification", {"target_modules": ["projection"]}),
     "t5": ("t5", "Seq2SeqLM", {"target_modules": ["q", "wi_0"]}),
     "clip": ("clip", "", {"target_modules": ["q_proj", "visual_projection"]}),
@@ -118,9 +106,7 @@ def test_bf16_updates_are_not_rounded_to_the_base(bases: Callable[[str], Path], 
     delta = 2 * stored[key + "lora_B.weight"].float() @ stored[key + "lora_A.weight"].float()
     seen = open_checkpoint(tmp_path / "lora", base=folder)
     assert seen.info(name).dtype is torch.float32
-    torch.testing.assert_close(
-        seen.read(name) - open_checkpoint(folder).read(name).float(), delta, rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(seen.read(name) - open_checkpoint(folder).read(name).float(), delta, rtol=0, atol=1e-6)
     assert seen.info("model.norm.weight").dtype is torch.bfloat16
 
 
@@ -150,9 +136,7 @@ def test_a_pickled_adapter_is_read(bases: Callable[[str], Path], adapter: Path) 
     assert torch.equal(open_checkpoint(adapter, base=bases("llama")).read(name), before)
 
 
-def test_an_adapter_over_a_headless_model_finds_its_layers(
-    bases: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_adapter_over_a_headless_model_finds_its_layers(bases: Callable[[str], Path], tmp_path: Path) -> None:
     train_adapter(load(bases("llama"), ""), tmp_path / "lora", target_modules=["q_proj"])
     seen = open_checkpoint(tmp_path / "lora", base=bases("llama"))
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -169,10 +153,7 @@ def test_a_new_head_is_an_extra_tensor(bases: Callable[[str], Path], tmp_path: P
     assert set(seen.names()) - set(base.names()) == {"classifier.weight", "classifier.bias"}
     with pytest.raises(IncompatibleCheckpoints, match="--head copy"):
         Trio.open(base, seen, base)
-    assert set(Trio.open(base, seen, base, head="copy").heads) == {
-        "classifier.weight",
-        "classifier.bias",
-    }
+    assert set(Trio.open(base, seen, base, head="copy").heads) == {"classifier.weight", "classifier.bias"}
 
 
 def rewrite(adapter: Path, **changes: Any) -> None:
@@ -183,17 +164,7 @@ def rewrite(adapter: Path, **changes: Any) -> None:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     **{
         kind: ({"peft_type": kind}, f"is a {kind} adapter; gradfix reads plain LoRA. Merge it in peft")
-        for kind in (
-            "LOHA",
-            "LOKR",
-            "IA3",
-            "ADALORA",
-            "PROMPT_TUNING",
-            "PREFIX_TUNING",
-            "OFT",
-            "VERA",
-            "BOFT",
-        )
+        for kind in ("LOHA", "LOKR", "IA3", "ADALORA", "PROMPT_TUNING", "PREFIX_TUNING", "OFT", "VERA", "BOFT")
     },
     "dora": ({"use_dora": True}, "uses DoRA, which is more than base"),
     "qalora": ({"use_qalora": True}, "uses QALoRA"),
@@ -201,10 +172,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"target_parameters": ["experts.down_proj"]}, "uses target_parameters"),
     "tokens": ({"trainable_token_indices": [3]}, "uses trainable tokens"),
     "replication": ({"layer_replication": [[0, 2]]}, "uses layer replication"),
-    "pissa": (
-        {"init_lora_weights": "pissa_niter_4"},
-        "'pissa_niter_4', which changes the base's own weights",
-    ),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', which changes the base's own weights"),
     "olora": ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
 }
 
@@ -243,30 +211,12 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj."
             "'base_model.*lora_C.weight' is of no",
         ),
         (lambda t: t.update({KEY + "hada_w1_a": torch.ones(2)}), CorruptInput, "it would be lost"),
+        (lambda t: t.update({"stray": torch.ones(2)}), CorruptInput, "'stray' is of no kind that gradfix knows"),
+        (lambda t: t.update({KEY + "lora_A.bias": torch.ones(2)}), CorruptInput, "cannot make sense of .*lora_A.bias"),
+        (lambda t: t.update({KEY + "lora_B.bias": torch.ones(32)}), IncompatibleCheckpoints, "trains a bias for"),
+        (lambda t: t.update({KEY + "lora_B.weight": torch.ones(32, 3)}), CorruptInput, "do not fit each other"),
         (
-            lambda t: t.update({"stray": torch.ones(2)}),
-            CorruptInput,
-            "'stray' is of no kind that gradfix knows",
-        ),
-        (
-            lambda t: t.update({KEY + "lora_A.bias": torch.ones(2)}),
-            CorruptInput,
-            "cannot make sense of .*lora_A.bias",
-        ),
-        (
-            lambda t: t.update({KEY + "lora_B.bias": torch.ones(32)}),
-            IncompatibleCheckpoints,
-            "trains a bias for",
-        ),
-        (
-            lambda t: t.update({KEY + "lora_B.weight": torch.ones(32, 3)}),
-            CorruptInput,
-            "do not fit each other",
-        ),
-        (
-            lambda t: t.update(
-                {KEY + "lora_B.weight": torch.ones(32, 3), KEY + "lora_A.weight": torch.ones(3, 32)}
-            ),
+            lambda t: t.update({KEY + "lora_B.weight": torch.ones(32, 3), KEY + "lora_A.weight": torch.ones(3, 32)}),
             CorruptInput,
             "has rank 3, its config says 4",
         ),
@@ -319,13 +269,9 @@ def test_an_untrained_adapter_is_a_zero_task_vector(bases: Callable[[str], Path]
         TaskVector.between(bases("llama"), adapter)
 
 
-def test_the_wrong_base_is_found_by_its_values(
-    bases: Callable[[str], Path], adapter: Path, tmp_path: Path
-) -> None:
+def test_the_wrong_base_is_found_by_its_values(bases: Callable[[str], Path], adapter: Path, tmp_path: Path) -> None:
     other = save_tiny("llama", tmp_path / "other", seed=5)
-    with pytest.raises(
-        IncompatibleCheckpoints, match=r"was trained on .*llama, and tensor .* holds other values"
-    ):
+    with pytest.raises(IncompatibleCheckpoints, match=r"was trained on .*llama, and tensor .* holds other values"):
         open_checkpoint(adapter, base=other)
     copy = shutil.copytree(bases("llama"), tmp_path / "copy")
     assert open_checkpoint(adapter, base=copy).notes == ()
@@ -343,10 +289,7 @@ def test_a_base_that_cannot_be_checked_is_noted(bases: Callable[[str], Path], ad
 def test_a_name_that_fits_two_layers_is_an_error(tmp_path: Path, adapter: Path) -> None:
     weights = {f"{tower}.layers.0.self_attn.q_proj.weight": torch.ones(32, 32) for tower in ("a", "b")}
     edit(adapter, lambda t: [t.pop(k) for k in list(t) if "layers.1" in k])
-    edit(
-        adapter,
-        lambda t: t.update({k.replace("model.model.model.", "model.model."): t.pop(k) for k in list(t)}),
-    )
+    edit(adapter, lambda t: t.update({k.replace("model.model.model.", "model.model."): t.pop(k) for k in list(t)}))
     with pytest.raises(IncompatibleCheckpoints, match=r"could be 'a\.layers.* or 'b\.layers"):
         open_adapter(adapter, open_checkpoint(weights), open_checkpoint)
 
@@ -376,8 +319,7 @@ def test_the_stream_moves_what_the_adapter_says(tmp_path: Path, dtype: torch.dty
     before, goal = open_checkpoint(base), open_checkpoint(target)
     draw = torch.Generator().manual_seed(0)
     votes = SignVotes(
-        {n: torch.randint(-3, 4, goal.info(n).shape, generator=draw, dtype=torch.int8) for n in goal.names()},
-        3,
+        {n: torch.randint(-3, 4, goal.info(n).shape, generator=draw, dtype=torch.int8) for n in goal.names()}, 3
     )
     transport_checkpoint(
         base=base, tuned=tmp_path / "lora", target=target, votes=votes, alpha=0.7, out=tmp_path / "out"

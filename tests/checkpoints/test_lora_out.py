@@ -31,13 +31,7 @@ from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tiny import TEXT_LABELS, _llama_shape, save_tiny, toy_texts, write_rows
 
-FAMILIES = {
-    "llama": "CausalLM",
-    "gpt2": "CausalLM",
-    "bert": "",
-    "t5": "Seq2SeqLM",
-    "vit": "ImageClassification",
-}
+FAMILIES = {"llama": "CausalLM", "gpt2": "CausalLM", "bert": "", "t5": "Seq2SeqLM", "vit": "ImageClassification"}
 
 
 @pytest.fixture(scope="module")
@@ -90,35 +84,22 @@ def test_peft_loads_the_update_that_was_measured(
     model = load(target, FAMILIES[family])
     out = tmp_path / "lora"
     result, _ = write_lora(
-        random_update(model),
-        6,
-        model=model,
-        target=target,
-        out=out,
-        alpha=0.5,
-        keep_small=keep_small,
-        least_energy=0,
+        random_update(model), 6, model=model, target=target, out=out, alpha=0.5, keep_small=keep_small, least_energy=0
     )
     expected = copy.deepcopy(model)
     apply(expected, result.approximated)
     loaded = PeftModel.from_pretrained(load(target, FAMILIES[family]), out).merge_and_unload()
     want = dict(expected.named_parameters())
     for name, parameter in loaded.named_parameters():
-        torch.testing.assert_close(
-            parameter, want[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(parameter, want[name], rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     verify(out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_written_is_an_adapter_read(
-    targets: Callable[[str], Path], tmp_path: Path, family: str
-) -> None:
+def test_an_adapter_written_is_an_adapter_read(targets: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     target = targets(family)
     model = load(target, FAMILIES[family])
-    result, _ = write_lora(
-        random_update(model), 4, model=model, target=target, out=tmp_path / "lora", least_energy=0
-    )
+    result, _ = write_lora(random_update(model), 4, model=model, target=target, out=tmp_path / "lora", least_energy=0)
     tau = TaskVector.between(target, tmp_path / "lora")
     expected = name_map(model, tau).to_disk(result.approximated)
     for name in tau:
@@ -137,13 +118,9 @@ def test_disk_names_are_understood(targets: Callable[[str], Path], tmp_path: Pat
 
 def test_the_fingerprint_of_the_target_is_checked(targets: Callable[[str], Path], tmp_path: Path) -> None:
     model = load(targets("llama"), "CausalLM")
-    write_lora(
-        random_update(model), 4, model=model, target=targets("llama"), out=tmp_path / "lora", least_energy=0
-    )
+    write_lora(random_update(model), 4, model=model, target=targets("llama"), out=tmp_path / "lora", least_energy=0)
     other = save_tiny("llama", tmp_path / "other", seed=9)
-    with pytest.raises(
-        IncompatibleCheckpoints, match="was written for other weights than .* fingerprints differ"
-    ):
+    with pytest.raises(IncompatibleCheckpoints, match="was written for other weights than .* fingerprints differ"):
         open_checkpoint(tmp_path / "lora", base=other)
     assert open_checkpoint(tmp_path / "lora", base=targets("llama")).notes == ()
 
@@ -167,9 +144,7 @@ def test_a_low_rank_update_survives_whole() -> None:
 
 @pytest.mark.parametrize("shape", [(30, 20), (20, 30), (700, 600)])
 def test_energy_is_what_the_best_approximation_keeps(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) @ torch.diag(
-        0.9 ** torch.arange(shape[1])
-    )
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) @ torch.diag(0.9 ** torch.arange(shape[1]))
     left, right = truncated(matrix, 5)
     values = torch.linalg.svdvals(matrix.double())
     lost = float((matrix - left @ right).double().square().sum() / values.square().sum())
@@ -188,9 +163,7 @@ def test_the_factors_do_not_touch_the_global_generator() -> None:
 
 def test_too_little_energy_is_refused() -> None:
     result = lora_from_update({"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}, 1)
-    with pytest.raises(
-        UnsafeResult, match=r"rank 1 keeps \d.*% of the update's energy .* raise --out-lora"
-    ) as caught:
+    with pytest.raises(UnsafeResult, match=r"rank 1 keeps \d.*% of the update's energy .* raise --out-lora") as caught:
         check_lora(result)
     assert caught.value.exit_code == 6
     assert any("is asked for" in note for note in check_lora(result, force=True))
@@ -269,9 +242,7 @@ def test_the_command_writes_an_adapter_for_the_target(targets: Callable[[str], P
     train_adapter(load(base, ""), tmp_path / "tuned", target_modules=["query", "dense"])
     for split in ("train", "test"):
         write_rows(tmp_path / "data", split, toy_texts(16, seed=len(split)))
-    (tmp_path / "data" / "task.json").write_text(
-        json.dumps({"labels": {n: f"a {n} film" for n in TEXT_LABELS}})
-    )
+    (tmp_path / "data" / "task.json").write_text(json.dumps({"labels": {n: f"a {n} film" for n in TEXT_LABELS}}))
     result = run_transport(
         TransportConfig(
             base=str(base), tuned=str(tmp_path / "tuned"), target=str(target), data=str(tmp_path / "data"),
@@ -283,7 +254,5 @@ def test_the_command_writes_an_adapter_for_the_target(targets: Callable[[str], P
     tau = TaskVector.between(target, tmp_path / "out")
     moved = dict(merged.named_parameters())
     for name, delta in tau.items():
-        torch.testing.assert_close(
-            moved[name].detach() - open_checkpoint(target).read(name), delta, rtol=0, atol=1e-6
-        )
+        torch.testing.assert_close(moved[name].detach() - open_checkpoint(target).read(name), delta, rtol=0, atol=1e-6)
     assert verify(tmp_path / "out")["details"]["measured"]["fewshot_loss_after"] == result.loss_after

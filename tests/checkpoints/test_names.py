@@ -79,13 +79,7 @@ def test_experts_are_described_without_coordinates(folders: dict[str, Path]) -> 
 def test_a_fused_file_of_split_weights_round_trips(tmp_path: Path) -> None:
     from transformers import Dinov2Config, Dinov2Model
 
-    size = {
-        "hidden_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 14,
-        "patch_size": 7,
-    }
+    size = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 14, "patch_size": 7}
     config = Dinov2Config(**size, use_swiglu_ffn=True)
     Dinov2Model(config).save_pretrained(tmp_path)
     model = Dinov2Model.from_pretrained(tmp_path)
@@ -100,9 +94,7 @@ def test_a_fused_file_of_split_weights_round_trips(tmp_path: Path) -> None:
     ("saved", "loader"),
     [("bert_classifier", "AutoModel"), ("vit", "AutoModel"), ("llama", "AutoModel"), ("gpt2", "AutoModel")],
 )
-def test_a_bare_model_over_a_file_saved_with_a_head(
-    folders: dict[str, Path], saved: str, loader: str
-) -> None:
+def test_a_bare_model_over_a_file_saved_with_a_head(folders: dict[str, Path], saved: str, loader: str) -> None:
     checkpoint = open_checkpoint(folders[saved])
     model = load(folders[saved], loader)
     held = name_map(model, checkpoint.names()).to_disk(dict(model.named_parameters()))
@@ -113,12 +105,9 @@ def test_a_bare_model_over_a_file_saved_with_a_head(
 
 
 @pytest.mark.parametrize(
-    ("saved", "loader"),
-    [("bert", "AutoModelForSequenceClassification"), ("llama_bare", "AutoModelForCausalLM")],
+    ("saved", "loader"), [("bert", "AutoModelForSequenceClassification"), ("llama_bare", "AutoModelForCausalLM")]
 )
-def test_a_headed_model_over_a_bare_file(
-    folders: dict[str, Path], tmp_path: Path, saved: str, loader: str
-) -> None:
+def test_a_headed_model_over_a_bare_file(folders: dict[str, Path], tmp_path: Path, saved: str, loader: str) -> None:
     folder = folders.get(saved)
     if folder is None:
         folder = tmp_path
@@ -168,9 +157,7 @@ def test_tied_copies_on_disk_move_with_their_tensor(tmp_path: Path, folders: dic
     votes = SignVotes({n: torch.ones(p.shape, dtype=torch.int8) for n, p in model.named_parameters()}, 3)
     named = votes_to_disk(votes, model, checkpoint)
     assert set(named) == set(checkpoint.names())
-    assert (
-        name_map(model, checkpoint.names()).to_module(weights).keys() == dict(model.named_parameters()).keys()
-    )
+    assert name_map(model, checkpoint.names()).to_module(weights).keys() == dict(model.named_parameters()).keys()
 
 
 def test_a_tied_tensor_stored_under_its_second_name_only(folders: dict[str, Path]) -> None:
@@ -186,8 +173,7 @@ def test_votes_keep_their_integers_under_disk_names(folders: dict[str, Path], fa
     checkpoint = open_checkpoint(folders[family])
     draw = torch.Generator().manual_seed(0)
     tensors = {
-        n: torch.randint(-300, 301, p.shape, generator=draw, dtype=torch.int16)
-        for n, p in model.named_parameters()
+        n: torch.randint(-300, 301, p.shape, generator=draw, dtype=torch.int16) for n, p in model.named_parameters()
     }
     votes = SignVotes(tensors, 300, rule="majority", target_hash="x", notes=("kept",))
     named = votes_to_disk(votes, model, checkpoint)
@@ -210,9 +196,7 @@ def test_votes_without_a_home_are_named_in_the_notes(folders: dict[str, Path]) -
 def test_votes_of_another_model_are_refused(folders: dict[str, Path]) -> None:
     model = load(folders["bert"], "AutoModel")
     votes = SignVotes({n: torch.ones(p.shape, dtype=torch.int8) for n, p in model.named_parameters()}, 1)
-    with pytest.raises(
-        IncompatibleCheckpoints, match="share no tensor name .* Was the model loaded from this"
-    ):
+    with pytest.raises(IncompatibleCheckpoints, match="share no tensor name .* Was the model loaded from this"):
         votes_to_disk(votes, model, open_checkpoint(folders["llama"]))
 
 

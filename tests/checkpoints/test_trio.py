@@ -32,11 +32,7 @@ def test_every_tensor_has_a_fate_and_a_reason() -> None:
         "enc.position_ids": (Fate.SPARE_BUFFER, "skipped", "a buffer"),
     }
     assert trio.moved == ["enc.w", "enc.copy"] and trio.tied == {"enc.copy": "enc.w"}
-    assert trio.heads == ["score.weight"] and set(trio.copied) == {
-        "enc.new",
-        "bn.running_mean",
-        "score.weight",
-    }
+    assert trio.heads == ["score.weight"] and set(trio.copied) == {"enc.new", "bn.running_mean", "score.weight"}
     assert Trio.open(*states(), head="skip").fates["score.weight"].kind == "skipped"
 
 
@@ -64,6 +60,4 @@ def test_the_task_vector_of_a_trio_speaks_the_targets_names() -> None:
 def test_an_unknown_option_is_named(tmp_path) -> None:
     base, tuned, target = states()
     with pytest.raises(UsageError, match="no option called 'overwrit'.* Did you mean 'overwrite'"):
-        gradfix.transport_checkpoint(
-            base=base, tuned=tuned, target=target, out=tmp_path / "out", overwrit=True
-        )
+        gradfix.transport_checkpoint(base=base, tuned=tuned, target=target, out=tmp_path / "out", overwrit=True)

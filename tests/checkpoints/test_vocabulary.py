@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
 from adapters import load, train_adapter
@@ -115,42 +114,28 @@ def test_without_tokenizers_other_heights_are_an_error(pair: tuple[Path, Path], 
     target = reorder(save_tiny("llama", tmp_path / "target", seed=2), ORDERS["extended"])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (target / file).unlink()
-    with pytest.raises(
-        IncompatibleCheckpoints, match="the vocabularies differ. Give checkpoints with tokenizers"
-    ):
-        transport_checkpoint(
-            base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / "out"
-        )
+    with pytest.raises(IncompatibleCheckpoints, match="the vocabularies differ. Give checkpoints with tokenizers"):
+        transport_checkpoint(base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / "out")
 
 
 def test_foreign_vocabularies_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = pair
     foreign: list[str | None] = [*VOCAB[:7], *(f"other{i}" for i in range(len(VOCAB) - 7))]
     target = reorder(save_tiny("llama", tmp_path / "target", seed=2), foreign)
-    with pytest.raises(
-        IncompatibleCheckpoints, match=r"share 7 of \d+ and \d+ tokens: these are different vocab"
-    ):
-        transport_checkpoint(
-            base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / "out"
-        )
+    with pytest.raises(IncompatibleCheckpoints, match=r"share 7 of \d+ and \d+ tokens: these are different vocab"):
+        transport_checkpoint(base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / "out")
 
 
 def test_a_damaged_tokenizer_is_named(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base, tuned = pair
     target = save_tiny("llama", tmp_path / "target", seed=2)
     (target / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        CorruptInput, match=r"tokenizer.json is not a readable tokenizer .* Download it again"
-    ):
-        transport_checkpoint(
-            base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / "out"
-        )
+    with pytest.raises(CorruptInput, match=r"tokenizer.json is not a readable tokenizer .* Download it again"):
+        transport_checkpoint(base=base, tuned=tuned, target=target, mask="random", seed=0, out=tmp_path / "out")
 
 
 def test_an_old_tokenizer_is_read_by_transformers(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world"])
-    )
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "world"]))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     vocabulary = read_vocabulary(tmp_path)
     assert vocabulary is not None and vocabulary["world"] == 6
@@ -191,9 +176,7 @@ def test_an_adapter_on_a_reordered_table(pair: tuple[Path, Path], tmp_path: Path
     target = open_checkpoint(reorder(save_tiny("llama", tmp_path / "target", seed=2), ORDERS["reordered"]))
     whole = TaskVector.between(base, tmp_path / "lora")
     before = open_checkpoint(base)
-    tau = TaskVector.between(
-        *match_vocabulary(before, open_checkpoint(tmp_path / "lora", base=before), target)[:2]
-    )
+    tau = TaskVector.between(*match_vocabulary(before, open_checkpoint(tmp_path / "lora", base=before), target)[:2])
     rows = [VOCAB.index(token) for token in ORDERS["reordered"]]
     for name in TABLES:
         torch.testing.assert_close(tau[name], whole[name][rows], rtol=0, atol=1e-6)
@@ -207,9 +190,7 @@ def test_an_adapter_on_a_reordered_table(pair: tuple[Path, Path], tmp_path: Path
     elements=st.integers(1, 17),
     padding=st.integers(0, 3),
 )
-def test_any_order_any_piece(
-    base: list[str], target: list[str], width: int, elements: int, padding: int
-) -> None:
+def test_any_order_any_piece(base: list[str], target: list[str], width: int, elements: int, padding: int) -> None:
     table = torch.arange(1.0, len(base) * width + 1).view(len(base), width)
     ids = {token: row for row, token in enumerate(base)}
     goal = {token: row for row, token in enumerate(target)}

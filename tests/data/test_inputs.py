@@ -16,12 +16,7 @@ from gradfix.errors import DataError
 from tiny import toy_images, write_rows
 
 TALK = [{"role": "user", "content": "zzz"}, {"role": "assistant", "content": "b"}]
-STRANGERS: dict[str, Any] = {
-    "text_pair": 5,
-    "image": "http://example.org/1.png",
-    "messages": TALK,
-    "prompt": {"id": 1},
-}
+STRANGERS: dict[str, Any] = {"text_pair": 5, "image": "http://example.org/1.png", "messages": TALK, "prompt": {"id": 1}}
 
 
 def rows(column: str, **more: Any) -> list[dict[str, Any]]:

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 
-from gradfix.data import Dataset, load_data
-from gradfix.data import load as load_module
-from gradfix.data import rows as rows_module
+from gradfix.data import Dataset, load as load_module, load_data, rows as rows_module
 from gradfix.data.files import READERS
 from gradfix.data.load import load_hub
 from gradfix.errors import DataError, UsageError
@@ -101,9 +98,7 @@ def test_class_names_of_parquet_and_hub_datasets(tmp_path: Path) -> None:
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["negative", "positive"])}
     )
-    made = datasets.Dataset.from_list(
-        [{"text": "a", "label": 1}, {"text": "b", "label": 0}], features=features
-    )
+    made = datasets.Dataset.from_list([{"text": "a", "label": 1}, {"text": "b", "label": 0}], features=features)
     made.to_parquet(tmp_path / "train-00000-of-00001.parquet")
     for dataset in (load_data(tmp_path), load_data({"train": made})):
         assert [row["label"] for row in dataset.splits["train"]] == ["positive", "negative"]
@@ -197,10 +192,7 @@ def test_text_from_other_columns() -> None:
         ('{"text": "\\ud800", "label": "x"}', r"train.jsonl:1: column 'text' is not valid Unicode"),
         ("", r"is empty"),
         ("[" * 100_000, r"train.jsonl:1: this line is not JSON"),
-        (
-            '{"txt": "a", "label": "x"}',
-            r"no column 'text'; the columns are: 'txt', 'label'. Did you mean 'txt'",
-        ),
+        ('{"txt": "a", "label": "x"}', r"no column 'text'; the columns are: 'txt', 'label'. Did you mean 'txt'"),
         ('{"text": "a", "lable": "x"}', r"no column 'label'; .*Did you mean 'lable'"),
         ('{"text": "a", "label": "x"}', r"every row has the label 'x'"),
     ],
@@ -344,9 +336,7 @@ def test_a_long_csv_field_is_read_and_the_global_limit_comes_back(tmp_path: Path
     import csv
 
     before = csv.field_size_limit()
-    path = write(
-        tmp_path / "train.csv", [{"text": "x" * (before + 1), "label": "a"}, {"text": "y", "label": "b"}]
-    )
+    path = write(tmp_path / "train.csv", [{"text": "x" * (before + 1), "label": "a"}, {"text": "y", "label": "b"}])
     assert len(load_data(path).splits["train"][0]["text"]) == before + 1
     assert csv.field_size_limit() == before
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from gradfix.data import check_disjoint, few_shot, folds, load_data, without_overlap
 from gradfix.errors import DataError, UsageError
@@ -95,9 +94,7 @@ def crossing(rows: list[dict[str, str]], parts: list[tuple[list[int], list[int]]
     return [{words[i] for i in fit} & {words[i] for i in held} for fit, held in parts]
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), min_size=2, max_size=30), st.integers(2, 5)
-)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), min_size=2, max_size=30), st.integers(2, 5))
 def test_repeats_stay_in_one_fold(drawn: list[tuple[str, int]], k: int) -> None:
     rows = [
         {"text": ("word  %d" if place % 2 else "Word %d") % number, "label": label}

@@ -66,8 +66,7 @@ class Miniature(Suite):
             Splits(rows(60, 4, shift), rows(30, 5, shift), rows(30, 6, shift)),
             search=self.grid.search,
             lenders=Lenders(
-                aligned=aligned,
-                tuned_target=lambda: TaskVector.between(self.target, self.tuned["target", task]),
+                aligned=aligned, tuned_target=lambda: TaskVector.between(self.target, self.tuned["target", task])
             ),
         )
         size = sum(p.numel() for p in self.target.parameters())

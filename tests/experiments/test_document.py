@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from scripts.reproduction_page import document
 
 from gradfix.experiments import EXPERIMENTS
-from gradfix.experiments.document import document
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "reproduce_pocket.json"
@@ -21,7 +21,7 @@ def results():
 
 def test_the_page_is_generated_from_the_stored_run(results):
     page = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
-    assert page == document(results), "python -m gradfix.experiments.document RESULTS docs/reproduction.md"
+    assert page == document(results), "python -m scripts.reproduction_page RESULTS docs/reproduction.md"
 
 
 def test_the_stored_run_holds_every_table(results):
@@ -40,6 +40,4 @@ def test_the_page_names_every_claim_and_its_verdict(results):
 
 def test_claims_that_fail_come_first(results):
     page = document(results)
-    assert (
-        page.index("## Does not hold here") < page.index("## Holds partly here") < page.index("## Holds here")
-    )
+    assert page.index("## Does not hold here") < page.index("## Holds partly here") < page.index("## Holds here")

@@ -50,9 +50,7 @@ def openclip(tmp_path_factory: pytest.TempPathFactory) -> OpenClipSuite:
     return suite
 
 
-@pytest.mark.parametrize(
-    "table", ["transport_vision", "merging", "generalisation", "supervision", "subset_selection"]
-)
+@pytest.mark.parametrize("table", ["transport_vision", "merging", "generalisation", "supervision", "subset_selection"])
 def test_open_clip_tables_on_stand_ins(openclip, table):
     config = {"table": table, "out": str(openclip.out)}
     made = plan_reproduce(**config, suite=openclip).run().as_json()["tables"][table]
@@ -109,9 +107,7 @@ def test_every_declared_dataset_loads(tmp_path, name):
     data = load(declared, {key(declared): str(folder)})
     assert set(data.splits) == {"train", "validation", "test"}
     assert len(data.labels) == declared.class_count
-    prompts = [
-        prompt for given in data.labels.values() for prompt in ([given] if isinstance(given, str) else given)
-    ]
+    prompts = [prompt for given in data.labels.values() for prompt in ([given] if isinstance(given, str) else given)]
     assert len(set(prompts)) == len(prompts)
     assert all("{" not in prompt for prompt in prompts)
     contents = [{row.content for row in data.splits[split]} for split in ("train", "validation", "test")]

@@ -70,9 +70,7 @@ def folder_figures(folder: Path, *, exact: bool = True) -> dict[str, Any]:
         made = {path.name: sha(path.read_bytes()) for path in weights if path.name != HEAD}
         figures["weights"] = made
     if (folder / HEAD).exists():
-        figures["head sizes"] = {
-            name: float(t.double().abs().sum()) for name, t in load_file(folder / HEAD).items()
-        }
+        figures["head sizes"] = {name: float(t.double().abs().sum()) for name, t in load_file(folder / HEAD).items()}
     if "merge" in manifest.get("details", {}):
         figures["merge"] = manifest["details"]["merge"]
     return figures
@@ -102,9 +100,7 @@ def transports(home: Path, place: Path) -> dict[str, Any]:
     """`gradfix transport` by mask options."""
     found: dict[str, Any] = {}
 
-    def run(
-        name: str, inputs: Words, options: Words, task: str = "classification", exact: bool = True
-    ) -> Path:
+    def run(name: str, inputs: Words, options: Words, task: str = "classification", exact: bool = True) -> Path:
         out = place / name.replace(" ", "-")
         report = out.with_suffix(".json")
         do("transport", *inputs, "--task", task, "--no-check", *options, "--out", out, "--json", report)

@@ -45,8 +45,7 @@ def drawn_votes(target: Path, count: int = 8) -> gradfix.SignVotes:
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(target / "model.safetensors").items()}
     signs = {name: draw.integers(0, 2, (count, *shape)) * 2 - 1 for name, shape in shapes.items()}
     return gradfix.SignVotes(
-        {name: torch.from_numpy(np.asarray(some.sum(0), dtype=np.int8)) for name, some in signs.items()},
-        count,
+        {name: torch.from_numpy(np.asarray(some.sum(0), dtype=np.int8)) for name, some in signs.items()}, count
     )
 
 
@@ -74,9 +73,7 @@ def votes(home: Path, place: Path) -> dict[str, Any]:
     mean = gradfix.collect_votes(open_double(home / "target"), loss, batches, vote="mean")
     found["library, mean"] = {"votes": tensors_sha(sure(dict(mean))), "count": mean.count}
     gradient = gradfix.collect_gradient(open_double(home / "target"), loss, batches)
-    found["gradient"] = {
-        "norm": sum(float(part.double().square().sum()) for part in gradient.values()) ** 0.5
-    }
+    found["gradient"] = {"norm": sum(float(part.double().square().sum()) for part in gradient.values()) ** 0.5}
     for engine in ENGINES:
         for task, target in (("classification", "target"), ("zero-shot", "bare-target")):
             out = place / f"{engine}-{task}.safetensors"

@@ -108,13 +108,7 @@ def save_adapter(folder: Path, base: Path) -> Path:
         stem = f"base_model.model.bert.encoder.layer.{layer}.attention.self.value.lora_"
         for part, shape in (("A", (2, 16)), ("B", (16, 2))):
             factors[f"{stem}{part}.weight"] = torch.from_numpy(draw.integers(-15, 16, shape) / 64).float()
-    config = {
-        "peft_type": "LORA",
-        "task_type": "SEQ_CLS",
-        "r": 2,
-        "lora_alpha": 4,
-        "target_modules": ["value"],
-    }
+    config = {"peft_type": "LORA", "task_type": "SEQ_CLS", "r": 2, "lora_alpha": 4, "target_modules": ["value"]}
     folder.mkdir()
     config["base_model_name_or_path"] = str(base)
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -158,9 +152,7 @@ def make_drawn(home: Path) -> Path:
     save_model(home / "sharded", target, shards=3)
     for name in ("base", "target"):
         bare = {"base": base, "target": target}[name]
-        inner = {
-            part.removeprefix("bert."): tensor for part, tensor in bare.items() if "classifier" not in part
-        }
+        inner = {part.removeprefix("bert."): tensor for part, tensor in bare.items() if "classifier" not in part}
         save_model(home / f"bare-{name}", inner, bare=True)
     save_adapter(home / "lora", home / "base")
     splits = {name: rows(count, seed) for seed, (name, count) in enumerate(SPLITS.items())}

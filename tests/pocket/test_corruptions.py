@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import scripts.pocket.candidates  # noqa: F401  the corruptions that were not chosen
+from hypothesis import given, settings, strategies as st
 
 from gradfix.pocket import shipped
 from gradfix.pocket.corruptions import CORRUPTIONS

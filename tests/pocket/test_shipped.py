@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
+from scripts.pocket.train import in_range, keeps_contract, learnable
 
 from gradfix import pocket
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.pocket import shipped
-from gradfix.pocket.train import in_range, keeps_contract, learnable
 
 TASKS = pocket.TASKS
 TUNED = [(name, task) for name in shipped.BASES for task in shipped.common_tasks((name,))]

@@ -73,9 +73,7 @@ def _(world: World) -> list[str]:
     return world.arguments()
 
 
-@fault(
-    "extra head", 4, r"tuned has 1 tensors that .*base lacks, first 'head.weight'.*--head copy .*--head skip"
-)
+@fault("extra head", 4, r"tuned has 1 tensors that .*base lacks, first 'head.weight'.*--head copy .*--head skip")
 def _(world: World) -> list[str]:
     rewrite(world.tuned, {"head.weight": torch.ones(2, 32)})
     return world.arguments()
@@ -87,9 +85,7 @@ def _(world: World) -> list[str]:
     return world.arguments(strict=True)
 
 
-@fault(
-    "quantised weights", 4, rf"'{DENSE}' of .*target is torch.int8: quantised .* Use the unquantised release"
-)
+@fault("quantised weights", 4, rf"'{DENSE}' of .*target is torch.int8: quantised .* Use the unquantised release")
 def _(world: World) -> list[str]:
     rewrite(world.target, {DENSE: torch.zeros(32, 48, dtype=torch.int8)})
     return world.arguments()
@@ -111,11 +107,7 @@ def _(world: World) -> list[str]:
     return world.arguments(tuned=adapter(world, stray=torch.ones(2)))
 
 
-@fault(
-    "LoRA of another model",
-    4,
-    r"adapts a 32 x 48 matrix, but 'encoder.layer.0.output.dense.weight'.*Is --base",
-)
+@fault("LoRA of another model", 4, r"adapts a 32 x 48 matrix, but 'encoder.layer.0.output.dense.weight'.*Is --base")
 def _(world: World) -> list[str]:
     for role in ("base", "target"):
         rewrite(world.home / role, {DENSE: torch.zeros(32, 40)})
@@ -127,11 +119,7 @@ def _(world: World) -> list[str]:
     return world.arguments(tuned=world.base)
 
 
-@fault(
-    "not descended",
-    4,
-    r"by \d+% of its norm: not a fine-tune.* Cosine of base and fine-tune .*--force goes on",
-)
+@fault("not descended", 4, r"by \d+% of its norm: not a fine-tune.* Cosine of base and fine-tune .*--force goes on")
 def _(world: World) -> list[str]:
     save_tiny("bert", world.home / "stranger", seed=9)
     return world.arguments(tuned=world.home / "stranger")
@@ -207,9 +195,7 @@ def _(world: World) -> list[str]:
     return world.arguments()
 
 
-@fault(
-    "huge header claimed", 3, r"model.safetensors .*header of 1099511627776 bytes.* Download or copy it again"
-)
+@fault("huge header claimed", 3, r"model.safetensors .*header of 1099511627776 bytes.* Download or copy it again")
 def _(world: World) -> list[str]:
     path = world.tuned / "model.safetensors"
     path.write_bytes((2**40).to_bytes(8, "little") + path.read_bytes()[8:])
@@ -224,31 +210,19 @@ def _sharded(world: World, file: str, **extra: str) -> None:
     write_json(world.tuned / "model.safetensors.index.json", index)
 
 
-@fault(
-    "index outside the folder",
-    3,
-    r"index.json points outside its folder \('../base/model.safetensors'\); refused",
-)
+@fault("index outside the folder", 3, r"index.json points outside its folder \('../base/model.safetensors'\); refused")
 def _(world: World) -> list[str]:
     _sharded(world, "../base/model.safetensors")
     return world.arguments()
 
 
-@fault(
-    "index and shards disagree",
-    3,
-    r"index.json and shard .* disagree about tensor 'ghost'. Download both again",
-)
+@fault("index and shards disagree", 3, r"index.json and shard .* disagree about tensor 'ghost'. Download both again")
 def _(world: World) -> list[str]:
     _sharded(world, "model-00001-of-00001.safetensors", ghost="model-00001-of-00001.safetensors")
     return world.arguments()
 
 
-@fault(
-    "shard missing",
-    3,
-    r"index.json names shard gone.safetensors, which is not in the folder. Download it again",
-)
+@fault("shard missing", 3, r"index.json names shard gone.safetensors, which is not in the folder. Download it again")
 def _(world: World) -> list[str]:
     _sharded(world, "gone.safetensors")
     return world.arguments()
@@ -264,9 +238,7 @@ class Evil:
         return open, (self.path, "w")
 
 
-@fault(
-    "malicious pickle", 3, r"evil.pt cannot be read as plain weights.*never runs code.*save it as safetensors"
-)
+@fault("malicious pickle", 3, r"evil.pt cannot be read as plain weights.*never runs code.*save it as safetensors")
 def _(world: World) -> list[str]:
     with open(world.home / "evil.pt", "wb") as file:
         pickle.dump({"w": Evil(world.home / "canary")}, file)
@@ -297,16 +269,12 @@ def _(world: World) -> list[str]:
 
 @fault("YAML with an object", 2, r"config.yaml is not valid YAML: line 1: could not determine a constructor")
 def _(world: World) -> list[str]:
-    (world.home / "config.yaml").write_text(
-        f"data: !!python/object/apply:os.mkdir [{world.home / 'canary'}]\n"
-    )
+    (world.home / "config.yaml").write_text(f"data: !!python/object/apply:os.mkdir [{world.home / 'canary'}]\n")
     return world.arguments(config=world.home / "config.yaml")
 
 
 @fault(
-    "half a vote of other data",
-    3,
-    r"votes.safetensors.part belongs to another vote.*Delete it, or pass --no-resume",
+    "half a vote of other data", 3, r"votes.safetensors.part belongs to another vote.*Delete it, or pass --no-resume"
 )
 def _(world: World) -> list[str]:
     save_file(
@@ -320,9 +288,7 @@ def _(world: World) -> list[str]:
 # Data ---------------------------------------------------------------------------------------------------------
 
 
-@fault(
-    "NaN sample", 5, r"1 of 4 samples give a loss that is not finite, first .*train.jsonl:\d+: loss is nan"
-)
+@fault("NaN sample", 5, r"1 of 4 samples give a loss that is not finite, first .*train.jsonl:\d+: loss is nan")
 def _(world: World) -> list[str]:
     """One word has a broken embedding, and one chosen example uses it."""
     from gradfix.data import few_shot, load_data
@@ -345,11 +311,7 @@ def _rows(world: World, *lines: dict[str, object], broken_model: bool = True) ->
         (world.target / "config.json").write_text("{")
 
 
-@fault(
-    "label outside the set",
-    5,
-    r"train.jsonl:3: label 'positiv' is not in the label set.*Did you mean 'positive'",
-)
+@fault("label outside the set", 5, r"train.jsonl:3: label 'positiv' is not in the label set.*Did you mean 'positive'")
 def _(world: World) -> list[str]:
     write_json(world.data / "task.json", {"labels": {"positive": "good", "negative": "bad"}})
     rows = toy_texts(4)
@@ -358,11 +320,7 @@ def _(world: World) -> list[str]:
     return world.arguments("vote", out=world.home / "votes.safetensors")
 
 
-@fault(
-    "label -100",
-    5,
-    r"train.jsonl:2: no label in column 'label' \(empty, null or -100\).*\(--drop-unlabelled\)",
-)
+@fault("label -100", 5, r"train.jsonl:2: no label in column 'label' \(empty, null or -100\).*\(--drop-unlabelled\)")
 def _(world: World) -> list[str]:
     _rows(world, {"text": "a", "label": "x"}, {"text": "b", "label": -100})
     return world.arguments("vote", out=world.home / "votes.safetensors")
@@ -375,30 +333,22 @@ def _(world: World) -> list[str]:
 
 
 @fault(
-    "fewer than k",
-    5,
-    r"the label '\w+' has 6 examples, 7 were asked for. Add some or allow fewer \(--allow-fewer\)",
+    "fewer than k", 5, r"the label '\w+' has 6 examples, 7 were asked for. Add some or allow fewer \(--allow-fewer\)"
 )
 def _(world: World) -> list[str]:
     (world.target / "config.json").write_text("{")
     return world.arguments("vote", shots=7, out=world.home / "votes.safetensors")
 
 
-@fault(
-    "leakage", 5, r"the same example is in the few-shot set .*train.jsonl:\d+\) and in test .*test.jsonl:1"
-)
+@fault("leakage", 5, r"the same example is in the few-shot set .*train.jsonl:\d+\) and in test .*test.jsonl:1")
 def _(world: World) -> list[str]:
     rows = [json.loads(line) for line in (world.data / "train.jsonl").read_text().splitlines()]
-    write_rows(
-        world.data, "test", [{"text": row["text"].upper() + "  ", "label": row["label"]} for row in rows]
-    )
+    write_rows(world.data, "test", [{"text": row["text"].upper() + "  ", "label": row["label"]} for row in rows])
     (world.target / "config.json").write_text("{")
     return world.arguments("vote", out=world.home / "votes.safetensors")
 
 
-@fault(
-    "CSV line with too many fields", 5, r"train.csv:3: 3 fields, but the header has 2 \(text, label\). Quote"
-)
+@fault("CSV line with too many fields", 5, r"train.csv:3: 3 fields, but the header has 2 \(text, label\). Quote")
 def _(world: World) -> list[str]:
     (world.home / "train.csv").write_bytes(b"\xef\xbb\xbftext,label\na,NA\nb,01,x\n")
     return world.arguments("select", data=world.home / "train.csv", target=None, out=world.home / "ids.json")
@@ -415,30 +365,18 @@ def _(world: World) -> list[str]:
 # Process ------------------------------------------------------------------------------------------------------
 
 
-@fault(
-    "output is an input",
-    8,
-    r"target is or overlaps the input .*target; inputs are never modified. Choose another",
-)
+@fault("output is an input", 8, r"target is or overlaps the input .*target; inputs are never modified. Choose another")
 def _(world: World) -> list[str]:
     return world.arguments(out=world.target, overwrite=True)
 
 
-@fault(
-    "output inside an input, by link",
-    8,
-    r"is or overlaps the input .*base; inputs are never modified. Choose",
-)
+@fault("output inside an input, by link", 8, r"is or overlaps the input .*base; inputs are never modified. Choose")
 def _(world: World) -> list[str]:
     (world.home / "link").symlink_to(world.base)
     return world.arguments(out=world.home / "link" / "out")
 
 
-@fault(
-    "votes over the weights",
-    8,
-    r"model.safetensors is or overlaps the input .*target; inputs are never modified",
-)
+@fault("votes over the weights", 8, r"model.safetensors is or overlaps the input .*target; inputs are never modified")
 def _(world: World) -> list[str]:
     return world.arguments("vote", out=world.target / "model.safetensors")
 
@@ -461,11 +399,7 @@ def _(world: World) -> list[str]:
     return world.arguments()
 
 
-@fault(
-    "JSON over the results",
-    8,
-    r"results.json is or overlaps the input .*results.json; inputs are never modified",
-)
+@fault("JSON over the results", 8, r"results.json is or overlaps the input .*results.json; inputs are never modified")
 def _(world: World) -> list[str]:
     path = write_json(world.home / "results.json", {"rows": []})
     return ["report", str(path), "--out", str(world.home / "page.html"), "--json", str(path)]

@@ -22,9 +22,7 @@ def vote(world: World, **changes: object) -> list[str]:
 
 
 def finetune(world: World, **changes: object) -> list[str]:
-    return world.arguments(
-        "finetune", **{"target": None, "shots": None, "model": world.base, "steps": 1, **changes}
-    )
+    return world.arguments("finetune", **{"target": None, "shots": None, "model": world.base, "steps": 1, **changes})
 
 
 def compare(world: World, **changes: object) -> list[str]:
@@ -91,9 +89,7 @@ def _(world: World) -> list[str]:
     return vote(world, offload=world.home / "offload", max_memory="lots")
 
 
-@fault(
-    "alpha that breaks the model", 6, r"at alpha 1e\+30 the few-shot loss is nan.*smaller --alpha, or --force"
-)
+@fault("alpha that breaks the model", 6, r"at alpha 1e\+30 the few-shot loss is nan.*smaller --alpha, or --force")
 def _(world: World) -> list[str]:
     return world.arguments(alpha="1e30")
 
@@ -109,11 +105,7 @@ def _(world: World) -> list[str]:
 # Files --------------------------------------------------------------------------------------------------------
 
 
-@fault(
-    "config file that is a folder",
-    3,
-    r"config.yaml cannot be read as text \(IsADirectoryError\); give a YAML",
-)
+@fault("config file that is a folder", 3, r"config.yaml cannot be read as text \(IsADirectoryError\); give a YAML")
 def _(world: World) -> list[str]:
     (world.home / "config.yaml").mkdir()
     return vote(world, config=world.home / "config.yaml")
@@ -138,9 +130,7 @@ def _(world: World) -> list[str]:
     return vote(world)
 
 
-@fault(
-    "tokenizer of another model", 3, r"knows token \d+, but the model has \d+ rows.*own tokenizer files there"
-)
+@fault("tokenizer of another model", 3, r"knows token \d+, but the model has \d+ rows.*own tokenizer files there")
 def _(world: World) -> list[str]:
     path = world.target / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -150,9 +140,7 @@ def _(world: World) -> list[str]:
     return vote(world)
 
 
-@fault(
-    "weights behind a loop of links", 3, r"model.safetensors is no regular file; weights are read from files"
-)
+@fault("weights behind a loop of links", 3, r"model.safetensors is no regular file; weights are read from files")
 def _(world: World) -> list[str]:
     path = world.target / "model.safetensors"
     path.unlink()
@@ -196,16 +184,10 @@ def _(world: World) -> list[str]:
 
 @fault("JSON line with a column twice", 5, r"t.jsonl:1: the column 'text' appears twice. Keep one")
 def _(world: World) -> list[str]:
-    return data_file(
-        world, "t.jsonl", '{"text": "a", "text": "b", "label": "x"}\n{"text": "c", "label": "y"}\n'
-    )
+    return data_file(world, "t.jsonl", '{"text": "a", "text": "b", "label": "x"}\n{"text": "c", "label": "y"}\n')
 
 
-@fault(
-    "JSON line without an end",
-    5,
-    r"t.jsonl:1: this line is not JSON \(Unterminated string.*One object per line",
-)
+@fault("JSON line without an end", 5, r"t.jsonl:1: this line is not JSON \(Unterminated string.*One object per line")
 def _(world: World) -> list[str]:
     return data_file(world, "t.jsonl", b'{"text": "' + b"a" * (8 << 20))
 
@@ -241,11 +223,7 @@ def _(world: World) -> list[str]:
     return vote(world, json=_pipe(world.home / "pipe"))
 
 
-@fault(
-    "folder for weights that is a file",
-    8,
-    r"train.jsonl is a file; give a folder for the weights .*--offload",
-)
+@fault("folder for weights that is a file", 8, r"train.jsonl is a file; give a folder for the weights .*--offload")
 def _(world: World) -> list[str]:
     return vote(world, offload=world.data / "train.jsonl")
 

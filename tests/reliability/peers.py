@@ -211,12 +211,7 @@ def with_mergekit(home: Path) -> None:
     from mergekit.options import MergeOptions
 
     models = [{"model": str(home / "tuned"), "parameters": {"weight": 0.5}}]
-    recipe = {
-        "merge_method": "task_arithmetic",
-        "base_model": str(home / "base"),
-        "models": models,
-        "dtype": "float32",
-    }
+    recipe = {"merge_method": "task_arithmetic", "base_model": str(home / "base"), "models": models, "dtype": "float32"}
     text = _text(yaml.safe_dump(recipe), home, ("weight:", "wieght:"), "merge_method: ties\n")
     config = MergeConfiguration.model_validate(yaml.safe_load(text))
     run_merge(config, str(home / "out"), options=MergeOptions(copy_tokenizer=False, quiet=True))
@@ -265,9 +260,7 @@ def in_child(work: Callable[[], None], log: Path) -> tuple[int, str]:
 
 def verdict(home: Path, code: int, said: str, before: dict[str, bytes]) -> dict[str, Any]:
     changed = [
-        name
-        for name, data in before.items()
-        if not (home / name).exists() or (home / name).read_bytes() != data
+        name for name, data in before.items() if not (home / name).exists() or (home / name).read_bytes() != data
     ]
     found: dict[str, Any] = {
         "exit": code,
@@ -300,9 +293,7 @@ def verdict(home: Path, code: int, said: str, before: dict[str, bytes]) -> dict[
 
 def kills(tool: str, home: Path) -> dict[str, int]:
     """SIGKILL before each of the tool's own writes in turn: how often is half a folder left under the final name?"""
-    spec = importlib.util.spec_from_file_location(
-        "faults", Path(__file__).parents[1] / "torture" / "faults.py"
-    )
+    spec = importlib.util.spec_from_file_location("faults", Path(__file__).parents[1] / "torture" / "faults.py")
     faults = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(faults)  # type: ignore[union-attr]
     fresh(home)
@@ -352,9 +343,7 @@ def main(tool: str, folder: Path) -> dict[str, Any]:
         code, said = in_child(lambda: TOOLS[tool](home), home / "log")
         results[name] = verdict(home, code, said, before)
     results["killed while writing"] = kills(tool, home)
-    packages = {
-        name: version(name) for name in (tool, "torch", "transformers", "safetensors") if _installed(name)
-    }
+    packages = {name: version(name) for name in (tool, "torch", "transformers", "safetensors") if _installed(name)}
     return {"tool": tool, "versions": packages, "results": results}
 
 

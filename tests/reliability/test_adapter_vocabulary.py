@@ -16,10 +16,7 @@ from tests.tiny import SPECIAL, VOCAB, save_tiny, toy_texts, write_rows
 
 WORDS = VOCAB[len(SPECIAL) :]
 SEED = 2  # of an adapter that is worse than its base on the data, so that the check says both losses
-ORDERS = {
-    "extended": [*VOCAB, "brand", "new"],
-    "reordered": [*SPECIAL, *reversed(WORDS)],
-}
+ORDERS = {"extended": [*VOCAB, "brand", "new"], "reordered": [*SPECIAL, *reversed(WORDS)]}
 
 
 def in_order(folder: Path, tokens: list[str]) -> None:

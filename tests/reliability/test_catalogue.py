@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = "command: "
 
 MODELS, INPUTS, WRITING, RESUMING, DETERMINISM = (
-    f"tests/reliability/test_{subject}.py"
-    for subject in ("models", "inputs", "writing", "resuming", "determinism")
+    f"tests/reliability/test_{subject}.py" for subject in ("models", "inputs", "writing", "resuming", "determinism")
 )
 T, R, V = "tests/test_transport.py", "tests/test_transport_refusals.py", "tests/votes/test_collect.py"
 LORA, OPEN, LOAD = "tests/checkpoints/test_lora.py", "tests/test_open.py", "tests/data/test_load.py"
@@ -219,12 +218,7 @@ def test_every_row_has_tests_that_exist(row: str) -> None:
 
 
 def test_every_fault_belongs_to_a_row() -> None:
-    listed = {
-        name.removeprefix(COMMAND)
-        for names in CATALOGUE.values()
-        for name in names
-        if name.startswith(COMMAND)
-    }
+    listed = {name.removeprefix(COMMAND) for names in CATALOGUE.values() for name in names if name.startswith(COMMAND)}
     assert set(FAULTS) == listed
 
 

@@ -55,10 +55,7 @@ def test_names_are_shown_as_text(tmp_path: Path, name: str) -> None:
         (["transprot"], "No such command 'transprot'"),
         (["vote", "--shotz", "3"], "No such option: --shotz"),
         (["vote"], "is missing"),
-        (
-            ["vote", "--data", "x", "--task", "zero-shot", "--target", "y", "--out", "z", "--shots", "many"],
-            "--shots",
-        ),
+        (["vote", "--data", "x", "--task", "zero-shot", "--target", "y", "--out", "z", "--shots", "many"], "--shots"),
     ],
 )
 def test_usage_errors_are_one_line_with_code_two(words: list[str], says: str) -> None:

@@ -54,7 +54,5 @@ def test_votes_beside_the_output_are_no_obstacle(tmp_path: Path) -> None:
     roles = make_trio(tmp_path)
     out, votes = folder_with_votes(tmp_path, "file")
     shutil.move(votes, tmp_path / "votes.safetensors")
-    gradfix.transport_checkpoint(
-        **roles, votes=tmp_path / "votes.safetensors", out=out, overwrite=True, force=True
-    )
+    gradfix.transport_checkpoint(**roles, votes=tmp_path / "votes.safetensors", out=out, overwrite=True, force=True)
     assert (out / "gradfix.json").is_file()

@@ -70,9 +70,7 @@ def test_postscript_is_never_decoded(tmp_path: Path) -> None:
 
     for label in ("a", "b"):
         (tmp_path / label).mkdir()
-        (tmp_path / label / "x.png").write_bytes(
-            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
-        )
+        (tmp_path / label / "x.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
     with pytest.raises(DataError, match=r"x\.png: this is not an image any more"):
         load_data(tmp_path)
 
@@ -94,9 +92,7 @@ def test_a_parquet_file_that_claims_a_billion_rows(tmp_path: Path, monkeypatch: 
 
     from gradfix.errors import DataError
 
-    parquet.write_table(
-        pyarrow.table({"text": ["a"] * 1000, "label": ["x"] * 1000}), tmp_path / "train.parquet"
-    )
+    parquet.write_table(pyarrow.table({"text": ["a"] * 1000, "label": ["x"] * 1000}), tmp_path / "train.parquet")
     monkeypatch.setattr("gradfix.data.files.MAX_ROWS", 999)
     with pytest.raises(DataError, match=r"train.parquet claims 1,000 rows, more than 999. Take a sample"):
         load_data(tmp_path / "train.parquet")

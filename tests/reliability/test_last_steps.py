@@ -40,9 +40,7 @@ def count_moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return moved
 
 
-@pytest.mark.parametrize(
-    "last", ["gradfix.stream.checkpoint.copy_side_files", "gradfix.checkpoints.write.seal"]
-)
+@pytest.mark.parametrize("last", ["gradfix.stream.checkpoint.copy_side_files", "gradfix.checkpoints.write.seal"])
 def test_a_kill_after_the_last_tensor_computes_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -76,9 +74,7 @@ def test_side_files_of_the_killed_run_do_not_stay(tmp_path: Path) -> None:
     assert relative(tmp_path / "out") == relative(tmp_path / "whole")
 
 
-def test_a_torn_line_does_not_take_later_ones_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torn_line_does_not_take_later_ones_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kills: the first cuts a line of the journal, what is done between them counts all the same."""
     roles = three(tmp_path)
     size = sum(path.stat().st_size for path in roles["target"].glob("*.safetensors"))

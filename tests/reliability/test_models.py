@@ -79,18 +79,12 @@ def test_an_extra_head_is_listed(world: World) -> None:
     rewrite(world.target, {"extra.weight": torch.ones(2, 32)})
     recipe = world.home / "recipe.yaml"
     vectors = [{"base": str(world.base), "tuned": str(world.tuned)}]
-    recipe.write_text(
-        json.dumps({"target": str(world.target), "vectors": vectors, "method": "task_arithmetic"})
-    )
+    recipe.write_text(json.dumps({"target": str(world.target), "vectors": vectors, "method": "task_arithmetic"}))
     assert say(["merge", str(recipe), "--out", str(world.out)]).code == 0
     told = gradfix.verify(world.out)
     assert told["tensors"]["extra.weight"] == {"fate": "copied", "reason": "only in the target"}
     counts = told["counts"]
-    assert (
-        counts["transported"] + counts["copied"] + counts["skipped"]
-        == counts["total"]
-        == len(told["tensors"])
-    )
+    assert counts["transported"] + counts["copied"] + counts["skipped"] == counts["total"] == len(told["tensors"])
 
 
 def test_a_stranger_goes_through_when_forced(world: World) -> None:

@@ -50,9 +50,7 @@ def test_gradfix_refuses_every_fault(tmp_path: Path) -> None:
     results = ask(sys.executable, "gradfix", tmp_path / "work")["results"]
     assert results.pop("nothing wrong")["exit"] == 0
     assert results.pop("killed while writing")["half_an_output"] == 0
-    named = results.pop(
-        "config that names code"
-    )  # only weights are merged: the code is neither run nor copied
+    named = results.pop("config that names code")  # only weights are merged: the code is neither run nor copied
     assert named["exit"] == 0 and not named["ran_code"]
     for name, found in results.items():
         assert found["exit"] in {2, 3, 4, 6, 8}, (name, found)

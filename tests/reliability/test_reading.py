@@ -19,9 +19,7 @@ from tests.trio import draw_votes, make_trio
 
 
 @pytest.mark.parametrize("role", ["base", "tuned", "target", "votes.safetensors"])
-def test_an_input_that_cannot_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
+def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     """A disk that fails under an input, in the middle of the stream, is not a failure to write the output."""
     roles = make_trio(tmp_path)
     draw_votes(0).save(tmp_path / "votes.safetensors")
@@ -35,9 +33,7 @@ def test_an_input_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(CorruptInput, match=rf"{role}.* cannot be read \(input/output error\)") as caught:
-        gradfix.transport_checkpoint(
-            **roles, votes=tmp_path / "votes.safetensors", out=tmp_path / "out", force=True
-        )
+        gradfix.transport_checkpoint(**roles, votes=tmp_path / "votes.safetensors", out=tmp_path / "out", force=True)
     assert caught.value.exit_code == 3
     assert not list(tmp_path.glob("*out*"))
 

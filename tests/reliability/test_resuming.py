@@ -42,9 +42,7 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pyte
     begun: list[str] = []
     real = gradfix.stream.pipeline.Pipeline._tensor
     monkeypatch.setattr(
-        gradfix.stream.pipeline.Pipeline,
-        "_tensor",
-        lambda self, *which: begun.append(which[1]) or real(self, *which),
+        gradfix.stream.pipeline.Pipeline, "_tensor", lambda self, *which: begun.append(which[1]) or real(self, *which)
     )
     gradfix.transport_checkpoint(**roles, mask="none", out=tmp_path / "out")
     assert len(begun) == 5 - len(written)
@@ -52,9 +50,7 @@ def test_finished_shards_are_not_written_again(tmp_path: Path, monkeypatch: pyte
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_changed_input_is_not_taken_for_the_old_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_input_is_not_taken_for_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import gradfix.stream.pipeline
 
     roles = three(tmp_path)
@@ -92,9 +88,7 @@ def _larger_vocabulary(world: World) -> Path:
 
 
 @pytest.mark.parametrize(
-    "tuned_of",
-    [lambda world: world.tuned, _lora, _larger_vocabulary],
-    ids=["one file", "adapter", "larger vocabulary"],
+    "tuned_of", [lambda world: world.tuned, _lora, _larger_vocabulary], ids=["one file", "adapter", "larger vocabulary"]
 )
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
 def test_one_file_adapters_and_matched_rows_go_on_too(
@@ -119,9 +113,7 @@ def test_one_file_adapters_and_matched_rows_go_on_too(
     assert relative(world.home / "cut") == relative(world.home / "whole")
 
 
-def test_a_resumed_vote_keeps_engine_samples_and_notes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_vote_keeps_engine_samples_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last batch holds one sample: chosen anew there, the engine would be another one."""
     monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     torch.manual_seed(0)

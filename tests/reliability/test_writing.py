@@ -55,9 +55,7 @@ def test_a_held_lock_is_code_seven(world: World, monkeypatch: pytest.MonkeyPatch
         said = say(world.arguments(command, **options))
     assert said.code == Locked.exit_code == 7
     assert len(said.err.splitlines()) == 1
-    assert (
-        f"another gradfix process is writing {world.out}" in said.err and "choose another --out" in said.err
-    )
+    assert f"another gradfix process is writing {world.out}" in said.err and "choose another --out" in said.err
     assert left_behind(world.home, before) == []
 
 
@@ -90,16 +88,12 @@ def test_a_lock_is_taken_once_by_its_holder_and_never_by_another_thread(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_without_room_is_known_before_the_first_byte(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_known_before_the_first_byte(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     before = hashes(world.home)
     monkeypatch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     recipe = world.home / "recipe.yaml"
     vectors = [{"base": str(world.base), "tuned": str(world.tuned)}]
-    recipe.write_text(
-        json.dumps({"target": str(world.target), "vectors": vectors, "method": "task_arithmetic"})
-    )
+    recipe.write_text(json.dumps({"target": str(world.target), "vectors": vectors, "method": "task_arithmetic"}))
     said = say(["merge", str(recipe), "--out", str(world.out)])
     assert said.code == 8 and "GiB free" in said.err and "are needed" in said.err
     assert set(left_behind(world.home, before)) == {str(recipe)}
@@ -143,9 +137,7 @@ def _small_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
     monkeypatch.setattr(ZeroShotBound, "logits", logits)
 
 
-def test_out_of_memory_is_an_error_unless_the_batch_may_shrink(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_is_an_error_unless_the_batch_may_shrink(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_memory(monkeypatch, 2)
     before = hashes(world.home)
     words = {"out": world.home / "votes.safetensors", "batch_size": 16}
@@ -155,9 +147,7 @@ def test_out_of_memory_is_an_error_unless_the_batch_may_shrink(
     assert left_behind(world.home, before) == []
 
 
-def test_the_batch_halves_only_when_allowed_and_is_recorded(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_batch_halves_only_when_allowed_and_is_recorded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     small = world.home / "small.safetensors"
     assert say(world.arguments("vote", out=small, batch_size=2)).code == 0
     _small_memory(monkeypatch, 2)
@@ -168,9 +158,7 @@ def test_the_batch_halves_only_when_allowed_and_is_recorded(
     assert out.read_bytes() == small.read_bytes()
 
 
-def test_a_flush_that_fails_on_the_way_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_that_fails_on_the_way_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel tells of a failed write once; the flush at the end would say that all is well."""
     answers = iter([OSError(errno.EIO, os.strerror(errno.EIO))])
 
@@ -183,9 +171,7 @@ def test_a_flush_that_fails_on_the_way_is_not_forgotten(
     monkeypatch.setattr("gradfix.checkpoints.safetensors_writer.FLUSH_BYTES", 1)
     tensors = {f"w{number}": torch.ones(9) for number in range(5)}
     real = write.SafetensorsWriter.write
-    monkeypatch.setattr(
-        write.SafetensorsWriter, "write", lambda self, piece: (real(self, piece), time.sleep(0.02))[0]
-    )
+    monkeypatch.setattr(write.SafetensorsWriter, "write", lambda self, piece: (real(self, piece), time.sleep(0.02))[0])
     with pytest.raises(OutputError, match="input/output error. Choose another place"):
         write.save_tensors(tmp_path / "w.safetensors", tensors, {})
     assert list(tmp_path.iterdir()) == []

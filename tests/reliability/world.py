@@ -90,9 +90,7 @@ def say(arguments: Sequence[str]) -> Said:
 
 def hashes(*homes: Path) -> dict[str, str]:
     """sha256 of every file below the folders (or of the files themselves); a link is what it points to by name."""
-    paths = [
-        p for home in homes for p in ([home] if home.is_file() else sorted(home.rglob("*"))) if p.is_file()
-    ]
+    paths = [p for home in homes for p in ([home] if home.is_file() else sorted(home.rglob("*"))) if p.is_file()]
     return {str(path): hashlib.sha256(_content(path)).hexdigest() for path in paths}
 
 

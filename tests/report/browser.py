@@ -81,9 +81,7 @@ class Browser:
         raw, _, self._buffer = self._buffer.partition(b"\0")
         return dict(json.loads(raw))
 
-    def call(
-        self, method: str, session: str | None = None, wait: float = 60, **params: Any
-    ) -> dict[str, Any]:
+    def call(self, method: str, session: str | None = None, wait: float = 60, **params: Any) -> dict[str, Any]:
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if session is not None:
@@ -111,12 +109,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable", session)
         self.call(
-            "Emulation.setDeviceMetricsOverride",
-            session,
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
+            "Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=False
         )
         self.call("Page.navigate", session, url=page.as_uri())
         self.until("Page.loadEventFired")

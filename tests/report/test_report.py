@@ -33,9 +33,7 @@ def row(
     }  # fmt: skip
 
 
-def results(
-    pairs: tuple[str | None, ...] = (None,), winner: str = "veto", shots: tuple[int, ...] = (5, 50)
-) -> Results:
+def results(pairs: tuple[str | None, ...] = (None,), winner: str = "veto", shots: tuple[int, ...] = (5, 50)) -> Results:
     scores = {"zero_shot": 22, "naive": 30, "few_shot": 55, "gradfix": 58, "gradfix_mean": 57, "veto": 60,
               "random": 25, "oracle": 80, "fine_tuned": 85, EVIL: 21}  # fmt: skip
     scores[winner] = 70
@@ -46,13 +44,7 @@ def results(
     where = [{"pair": pair, "shots": k, "seed": s} for pair in pairs for k in shots for s in (0, 1)]
     blocks = {EVIL: 0.55, "encoder.layer.0": 0.61, "encoder.layer.1": 0.72}
     curve = [(0.0, 22.0), (0.5, 50.0), (1.0, 58.0), (2.0, 30.0)]
-    example = {
-        "text": f"good {EVIL} {SNEAKY}",
-        "label": EVIL,
-        "before": "left",
-        "after": EVIL,
-        "kind": "repaired",
-    }
+    example = {"text": f"good {EVIL} {SNEAKY}", "label": EVIL, "before": "left", "after": EVIL, "kind": "repaired"}
     provenance = {
         "command": f"gradfix compare --data '{SNEAKY}'", "inputs": {"base": {"name": SNEAKY, "weights": "ab" * 32, "files": {SNEAKY: "cd" * 32}}},
         "data": {"name": EVIL, "sha256": {"test": "ef" * 32}, "examples": {"train": 100, "test": 500}},
@@ -68,8 +60,7 @@ def results(
             for m, rule in (("gradfix", "majority"), ("gradfix_mean", "mean"))
         ],
         agreement=[
-            {**w, "method": "gradfix", "rule": "majority", "with": "the task vector", "blocks": blocks}
-            for w in where
+            {**w, "method": "gradfix", "rule": "majority", "with": "the task vector", "blocks": blocks} for w in where
         ],
         kept=[{**w, "method": "veto", "blocks": blocks} for w in where],
         changed=[
@@ -137,14 +128,7 @@ def test_attributes_made_from_numbers_hold_numbers_only(page):
 def test_the_verdict_comes_first(page):
     body = page[page.index("<main>") :]
     assert body.index("Ship veto") < body.index("<table")
-    for text in (
-        "alpha",
-        "Loss on the few-shot set",
-        "Sign agreement",
-        "kept",
-        "Provenance",
-        "Answers that changed",
-    ):
+    for text in ("alpha", "Loss on the few-shot set", "Sign agreement", "kept", "Provenance", "Answers that changed"):
         assert text in body
 
 
@@ -155,9 +139,7 @@ def test_the_page_says_where_a_baseline_wins():
 
 
 def test_a_page_without_extras_still_renders():
-    bare = [
-        row(name, score, score, seed=0, pair=None) for name, score in (("zero_shot", 20), ("gradfix", 30))
-    ]
+    bare = [row(name, score, score, seed=0, pair=None) for name, score in (("zero_shot", 20), ("gradfix", 30))]
     for entry in bare:
         entry["loss_before"] = entry["flops"] = None
     page = render_html(Results.build(bare, versions={}))

@@ -58,8 +58,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def voting(job: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     vectors = [
-        Vector(v.base, v.tuned, tmp_path / f"votes{i}.safetensors", v.weight)
-        for i, v in enumerate(job["vectors"])
+        Vector(v.base, v.tuned, tmp_path / f"votes{i}.safetensors", v.weight) for i, v in enumerate(job["vectors"])
     ]
     return {**job, "vectors": vectors}
 
@@ -96,9 +95,7 @@ def test_votes_are_part_of_an_interrupted_merge(job, tmp_path, order):
 )
 def test_another_merge_starts_again(job, tmp_path, changes):
     job = {**job, "method": "ties", "density": 0.3}
-    interrupt(
-        lambda progress: merge_checkpoints(**job, out=tmp_path / "out", progress=progress), 12_000, "SIGINT"
-    )
+    interrupt(lambda progress: merge_checkpoints(**job, out=tmp_path / "out", progress=progress), 12_000, "SIGINT")
     other = {**(voting(job, tmp_path) if "order" in changes else job), **changes}
     if other["method"] == "mean":
         del other["density"]

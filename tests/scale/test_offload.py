@@ -64,12 +64,7 @@ def test_a_model_that_no_gradient_reaches_is_refused(tmp_path):
     model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     with pytest.raises(UnsafeResult, match="folded 0 times for one sample instead of 1"):
         collect(
-            OnDisk(
-                model,
-                lambda m, b: m.model(input_ids=b["tokens"]).last_hidden_state.sum((1, 2)),
-                BATCHES,
-                names,
-            )
+            OnDisk(model, lambda m, b: m.model(input_ids=b["tokens"]).last_hidden_state.sum((1, 2)), BATCHES, names)
         )
     with pytest.raises(UnsafeResult, match="no weight was folded"):
         collect(OnDisk(model, lambda m, b: torch.ones(len(b["tokens"]), requires_grad=True), BATCHES, names))
@@ -130,9 +125,7 @@ def _saved(name: str, folder):
             del weights["lm_head.weight"]
         else:
             draw = torch.Generator().manual_seed(5)
-            weights["lm_head.weight"] = torch.randn(
-                weights["shared.weight"].shape, generator=draw, dtype=torch.float64
-            )
+            weights["lm_head.weight"] = torch.randn(weights["shared.weight"].shape, generator=draw, dtype=torch.float64)
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

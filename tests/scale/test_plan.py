@@ -116,12 +116,7 @@ def test_the_command(tmp_path, capsys):
     assert run(["plan", "--target", str(folder), "--shots", "5", "--devices", "2", "--json", "-"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["samples"] == 10 and content["fits"]
-    assert {mode["mode"] for mode in content["modes"]} == {
-        "one device",
-        "data parallel",
-        "sharded",
-        "offload",
-    }
+    assert {mode["mode"] for mode in content["modes"]} == {"one device", "data parallel", "sharded", "offload"}
     assert content["disk"]["output_folder"] == content["target"]["file_bytes"]
     assert run(["plan", "--target", str(folder), "--shots", "0"]) == 2
     assert run(["plan", "--target", str(folder), "--engine", "fast"]) == 2

@@ -45,11 +45,7 @@ def job(tmp_path, monkeypatch):
             (tmp_path / role / "model.safetensors.index.json").write_text(text)
     signs = {n: torch.randint(-3, 4, s, generator=draw).to(torch.int8) for n, s in SHAPES.items()}
     SignVotes(signs, 3).save(tmp_path / "votes.safetensors")
-    return {
-        **{role: tmp_path / role for role in states},
-        "votes": tmp_path / "votes.safetensors",
-        "alpha": 0.6,
-    }
+    return {**{role: tmp_path / role for role in states}, "votes": tmp_path / "votes.safetensors", "alpha": 0.6}
 
 
 def _interrupt(job, out: Path, limit: int, how: str) -> None:

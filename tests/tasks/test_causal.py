@@ -15,12 +15,7 @@ from gradfix.training.finetuning import finetune
 from tiny import VOCAB, save_tiny, toy_texts
 
 LABELS = {"negative": "it is bad", "positive": "good"}
-TALK = {
-    "messages": [
-        {"role": "user", "content": "a good film"},
-        {"role": "assistant", "content": "so it is"},
-    ]
-}
+TALK = {"messages": [{"role": "user", "content": "a good film"}, {"role": "assistant", "content": "so it is"}]}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +75,7 @@ def test_labels_can_answer_texts_prompts_and_conversations(llama: Path) -> None:
     assert batch["input_ids"].shape[:2] == (3, 2)
     losses = bound.loss(bound.model, batch)
     torch.testing.assert_close(losses[0], losses[1])
-    torch.testing.assert_close(
-        losses[:1], naive_loss(llama, ids("<s> a film"), ids("good </s>")), rtol=0, atol=1e-10
-    )
+    torch.testing.assert_close(losses[:1], naive_loss(llama, ids("<s> a film"), ids("good </s>")), rtol=0, atol=1e-10)
 
 
 def test_exact_is_what_greedy_generation_would_say(gpt2: Path) -> None:
@@ -134,8 +127,6 @@ def test_what_cannot_be_asked_is_refused(gpt2: Path, llama: Path) -> None:
     with pytest.raises(UsageError, match="Did you mean 'exact'"):
         TASKS["causal"](scoring="exat")
     twisted = TASKS["causal"]().open(llama)
-    twisted.tokenizer.chat_template = (
-        "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    )
+    twisted.tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="rewrites the question"):
         twisted.collate([TALK])

@@ -28,11 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("template", "turns", "message"),
     [
         (CHAT_TEMPLATE, [ANSWER], "example 0: there is no question before the answer.*user turn"),
-        (
-            REFUSING + CHAT_TEMPLATE,
-            [SYSTEM, USER, ANSWER],
-            "refuses this conversation .*no system turns.*prompt",
-        ),
+        (REFUSING + CHAT_TEMPLATE, [SYSTEM, USER, ANSWER], "refuses this conversation .*no system turns.*prompt"),
         ("{{ messages[0]['content'] + 1 }}", [USER, ANSWER], "example 0: .*refuses this conversation"),
         ("{{ messages[0].nothing.more }}", [USER, ANSWER], "example 0: .*refuses this conversation"),
     ],
@@ -82,19 +78,8 @@ def unlabelled(llama: Path, tmp_path: Path) -> Callable[..., list[str]]:
     (folder / "train.jsonl").write_text("\n".join(lines))
 
     def words(command: str, out: str, **options: Any) -> list[str]:
-        given = {
-            "base": llama,
-            "data": folder,
-            "task": "causal",
-            "shots": 2,
-            "out": tmp_path / out,
-            **options,
-        }
-        return [
-            command,
-            *(str(part) for name, value in given.items() for part in (f"--{name}", value)),
-            "--quiet",
-        ]
+        given = {"base": llama, "data": folder, "task": "causal", "shots": 2, "out": tmp_path / out, **options}
+        return [command, *(str(part) for name, value in given.items() for part in (f"--{name}", value)), "--quiet"]
 
     return words
 
@@ -120,18 +105,6 @@ def test_the_command_line_answers_a_refused_role_with_the_code_for_data(
     tokenizer.save_pretrained(model)
     folder.mkdir()
     (folder / "train.jsonl").write_text(json.dumps({"messages": [SYSTEM, USER, ANSWER]}))
-    words = [
-        "vote",
-        "--target",
-        model,
-        "--data",
-        folder,
-        "--task",
-        "causal",
-        "--shots",
-        1,
-        "--out",
-        tmp_path / "v",
-    ]
+    words = ["vote", "--target", model, "--data", folder, "--task", "causal", "--shots", 1, "--out", tmp_path / "v"]
     assert run(list(map(str, words))) == 5
     assert "train.jsonl:1" in capsys.readouterr().err

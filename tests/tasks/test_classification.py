@@ -26,9 +26,7 @@ def rows_of(labels: dict[str, str], count: int = 6) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(("family", "labels"), FAMILIES)
-def test_the_order_of_the_datas_labels_does_not_matter(
-    family: str, labels: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_order_of_the_datas_labels_does_not_matter(family: str, labels: dict[str, str], tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path)
     rows = rows_of(labels)
     names = list(labels)
@@ -36,20 +34,14 @@ def test_the_order_of_the_datas_labels_does_not_matter(
     other = TASKS["classification"](dict(reversed(labels.items()))).open(folder, dtype=torch.float64)
     with torch.no_grad():
         left, right = one.collate(rows), other.collate(rows)
-        torch.testing.assert_close(
-            one.loss(one.model, left), other.loss(other.model, right), rtol=0, atol=1e-12
-        )
+        torch.testing.assert_close(one.loss(one.model, left), other.loss(other.model, right), rtol=0, atol=1e-12)
         said = [names[i] for i in one.predict(one.model, left)]
         assert said == [names[::-1][i] for i in other.predict(other.model, right)]
 
 
 def test_transformers_and_timm_agree_about_the_logits(tmp_path: Path) -> None:
     import timm
-    from transformers import (
-        AutoModelForImageClassification,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification, AutoTokenizer
 
     text = save_tiny("bert_classifier", tmp_path / "bert")
     bound = TASKS["classification"](TEXT).open(text)
@@ -112,10 +104,7 @@ def test_a_frozen_head_neither_votes_nor_learns(tmp_path: Path) -> None:
 
 
 def test_a_bare_encoder_asks_for_a_head_and_takes_a_lent_one(tmp_path: Path) -> None:
-    bare, tuned = (
-        save_tiny("bert", tmp_path / "bare"),
-        save_tiny("bert_classifier", tmp_path / "tuned", seed=1),
-    )
+    bare, tuned = (save_tiny("bert", tmp_path / "bare"), save_tiny("bert_classifier", tmp_path / "tuned", seed=1))
     with pytest.raises(IncompatibleCheckpoints, match=r"no classification head.*--head copy.*new_head"):
         TASKS["classification"](TEXT).open(bare)
     with pytest.raises(IncompatibleCheckpoints, match="neither"):
@@ -141,18 +130,14 @@ def test_a_new_head_comes_from_its_seed_and_is_saved_with_its_classes(tmp_path: 
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert heads[0].shape[0] == 3
     save_like(open_checkpoint(bare), one.model, tmp_path / "out", extras=one.save_extras)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert list(model.config.id2label.values()) == list(labels)
     assert TASKS["classification"](labels).open(tmp_path / "out").trainable() == one.trainable()
 
 
 @pytest.mark.parametrize(("family", "labels"), FAMILIES)
-def test_what_is_saved_scores_the_same_when_opened_again(
-    family: str, labels: dict[str, str], tmp_path: Path
-) -> None:
+def test_what_is_saved_scores_the_same_when_opened_again(family: str, labels: dict[str, str], tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path / "base")
     task = TASKS["classification"](labels)
     bound = task.open(folder)
@@ -160,9 +145,7 @@ def test_what_is_saved_scores_the_same_when_opened_again(
     save_like(open_checkpoint(folder), bound.model, tmp_path / "out", extras=bound.save_extras)
     again = task.open(tmp_path / "out")
     held = rows_of(labels, 9)
-    assert evaluate(again.model, again, again.batches(held)) == evaluate(
-        bound.model, bound, bound.batches(held)
-    )
+    assert evaluate(again.model, again, again.batches(held)) == evaluate(bound.model, bound, bound.batches(held))
 
 
 def test_timm_reads_what_was_saved(tmp_path: Path) -> None:
@@ -190,9 +173,7 @@ def test_a_decoder_classifies_its_last_real_token(tmp_path: Path) -> None:
     from tiny import _llama_shape, save_tokenizer
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **_llama_shape(), id2label=dict(enumerate(TEXT)), label2id={"negative": 0, "positive": 1}
-    )
+    config = LlamaConfig(**_llama_shape(), id2label=dict(enumerate(TEXT)), label2id={"negative": 0, "positive": 1})
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, "<s>")
     bound = TASKS["classification"](TEXT).open(tmp_path, dtype=torch.float64)

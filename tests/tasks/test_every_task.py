@@ -46,10 +46,7 @@ def test_a_sample_does_not_notice_its_batch(case: Case, root: Path) -> None:
     bound = exact(case, root)
     rows = list(case.rows(5))
     if not case.images:
-        rows[2] = {
-            **rows[2],
-            "text": rows[2]["text"] + " and a much longer tail of words that pads the others",
-        }
+        rows[2] = {**rows[2], "text": rows[2]["text"] + " and a much longer tail of words that pads the others"}
     together = bound.loss(bound.model, bound.collate(rows))
     alone = torch.cat([bound.loss(bound.model, bound.collate([row])) for row in rows])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)

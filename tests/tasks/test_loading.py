@@ -26,18 +26,12 @@ def rewrite(folder: Path, change: object) -> Path:
 
 
 NAMED = {case.family: case for case in CASES}
-FIRST = {
-    "open_clip": "visual.proj",
-    "timm": "blocks.0.attn.qkv.weight",
-    "gpt2": "transformer.h.0.attn.c_attn.weight",
-}
+FIRST = {"open_clip": "visual.proj", "timm": "blocks.0.attn.qkv.weight", "gpt2": "transformer.h.0.attn.c_attn.weight"}
 
 
 def a_weight(folder: Path, family: str) -> str:
     names = sorted(load_file(next(folder.glob("*.safetensors"))))
-    return FIRST.get(family) or next(
-        name for name in names if name.endswith(".weight") and "layer" in name.lower()
-    )
+    return FIRST.get(family) or next(name for name in names if name.endswith(".weight") and "layer" in name.lower())
 
 
 @pytest.mark.parametrize("case", [c for c in NAMED.values() if c.family != "mixtral"], ids=str)
@@ -113,9 +107,7 @@ def test_an_adapter_is_worn_by_its_base_as_peft_does_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     base = save_tiny("llama", tmp_path / "base")
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"])
-    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules=["q_proj"]))
     torch.manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -126,9 +118,7 @@ def test_an_adapter_is_worn_by_its_base_as_peft_does_it(tmp_path: Path) -> None:
     task = TASKS["causal"]()
     plain, named = task.open(base), task.open(tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    (tmp_path / "adapter" / "adapter_config.json").write_text(
-        json.dumps({**config, "base_model_name_or_path": None})
-    )
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
     given = task.open(tmp_path / "adapter", head_from=base)
     batch = plain.collate(rows)
     with torch.no_grad():

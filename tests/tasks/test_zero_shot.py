@@ -106,9 +106,7 @@ def test_clip_agrees_with_transformers_own_forward(tmp_path: Path) -> None:
     folder = save_tiny("clip", tmp_path)
     bound = TASKS["zero-shot"](IMAGE_PROMPTS).open(folder, dtype=torch.float64)
     batch = bound.collate(toy_images(4))
-    tokens = AutoTokenizer.from_pretrained(folder)(
-        list(IMAGE_PROMPTS.values()), padding=True, return_tensors="pt"
-    )
+    tokens = AutoTokenizer.from_pretrained(folder)(list(IMAGE_PROMPTS.values()), padding=True, return_tensors="pt")
     model = AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
         expected = model(pixel_values=batch["pixel_values"], **tokens).logits_per_image
@@ -135,10 +133,7 @@ def test_siglip_agrees_with_transformers_up_to_its_bias(tmp_path: Path) -> None:
 def tiny_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A weights file, its architecture known to open_clip as "tiny-clip" and published under the tag "toy"."""
     folder = save_tiny("open_clip", tmp_path / "clip")
-    config = {
-        **OPEN_CLIP_CONFIG,
-        "text_cfg": {**OPEN_CLIP_CONFIG["text_cfg"], "hf_tokenizer_name": str(folder)},
-    }
+    config = {**OPEN_CLIP_CONFIG, "text_cfg": {**OPEN_CLIP_CONFIG["text_cfg"], "hf_tokenizer_name": str(folder)}}
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny-clip", config)
     file = folder / "open_clip_model.safetensors"
     published = {"toy": {"file": str(file), "mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}}
@@ -151,10 +146,7 @@ def test_open_clip_file_tag_and_folder_are_the_same_model(tiny_architecture: Pat
     file = TASKS["zero-shot"](IMAGE_PROMPTS, architecture="tiny-clip").open(tiny_architecture)
     tag = TASKS["zero-shot"](IMAGE_PROMPTS).open("open_clip:tiny-clip/toy")
     assert torch.equal(folder.head, file.head) and torch.equal(file.head, tag.head)
-    assert (
-        open_checkpoint("open_clip:tiny-clip/toy").fingerprint()
-        == open_checkpoint(tiny_architecture).fingerprint()
-    )
+    assert open_checkpoint("open_clip:tiny-clip/toy").fingerprint() == open_checkpoint(tiny_architecture).fingerprint()
     assert tag.encoder.config["preprocess_cfg"]["std"] == (0.25, 0.25, 0.25)
     with pytest.raises(UsageError, match="a bare weights file of open_clip needs its --architecture"):
         TASKS["zero-shot"](IMAGE_PROMPTS).open(tiny_architecture)
@@ -166,9 +158,7 @@ def test_open_clip_file_tag_and_folder_are_the_same_model(tiny_architecture: Pat
         TASKS["zero-shot"](IMAGE_PROMPTS).open("open_clip:tiny-clip")
 
 
-def test_a_bare_file_becomes_a_folder_that_open_clip_can_build(
-    tiny_architecture: Path, tmp_path: Path
-) -> None:
+def test_a_bare_file_becomes_a_folder_that_open_clip_can_build(tiny_architecture: Path, tmp_path: Path) -> None:
     bound = TASKS["zero-shot"](IMAGE_PROMPTS, architecture="tiny-clip").open(tiny_architecture)
     save_like(open_checkpoint(tiny_architecture), bound.model, tmp_path / "out", extras=bound.save_extras)
     again = TASKS["zero-shot"](IMAGE_PROMPTS).open(tmp_path / "out")

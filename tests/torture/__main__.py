@@ -99,9 +99,7 @@ def main() -> int:
     home = Path(tempfile.mkdtemp(prefix="gradfix-torture-", dir=memory if memory.is_dir() else None))
     began = time.time()
     try:
-        done = run(
-            given.share, home, set(given.only) if given.only else None, lambda line: print(line, flush=True)
-        )
+        done = run(given.share, home, set(given.only) if given.only else None, lambda line: print(line, flush=True))
     finally:
         shutil.rmtree(home, ignore_errors=True)
     from gradfix.checkpoints.folder import versions

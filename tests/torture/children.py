@@ -173,9 +173,7 @@ class Series:
     def of(cls, name: str, outcomes: Sequence[Outcome], began: float, **extra: int) -> Series:
         counts = Counter(outcome.status for outcome in outcomes)
         faults = [f"{i}: {o.status}: {o.detail}" for i, o in enumerate(outcomes) if not o.good]
-        return cls(
-            name, {"cases": len(outcomes), **counts, **extra}, faults[:20], round(time.time() - began, 2)
-        )
+        return cls(name, {"cases": len(outcomes), **counts, **extra}, faults[:20], round(time.time() - began, 2))
 
     @property
     def bad(self) -> int:

@@ -146,9 +146,7 @@ def failing_writes(home: Path) -> Series:
             # An operation whose failure does no harm (a folder that is already there) may be survived.
             expected = {8: before, 0: whole}.get(code)
             if expected is None or relative(place) != expected:
-                outcomes.append(
-                    Outcome("wrong", f"{kind} {number}: exit {code}, left {sorted(relative(place))}")
-                )
+                outcomes.append(Outcome("wrong", f"{kind} {number}: exit {code}, left {sorted(relative(place))}"))
             elif hashes(*roles.values()) != inputs:
                 outcomes.append(Outcome("wrong", f"{kind} {number}: an input changed"))
             else:
@@ -235,6 +233,4 @@ def _on_disk(mount: Path, roles: dict[str, Path], blind: bool) -> Outcome:
         gradfix.verify(mount / "out")
         return Outcome("same")
     left = sorted(path.name for path in mount.iterdir())
-    return (
-        Outcome("refused", "8") if code == 8 and not left else Outcome("wrong", f"exit {code}, left {left}")
-    )
+    return Outcome("refused", "8") if code == 8 and not left else Outcome("wrong", f"exit {code}, left {left}")

@@ -72,9 +72,7 @@ def through_the_cli(words: list[str]) -> tuple[str, str]:
     return "refused", f"{said.code} {errors[0][:200]}"
 
 
-def transported(
-    world: Path, tuned: Path, reference: Callable[[Path], dict[str, torch.Tensor]]
-) -> tuple[str, str]:
+def transported(world: Path, tuned: Path, reference: Callable[[Path], dict[str, torch.Tensor]]) -> tuple[str, str]:
     """Transport a damaged fine-tune; what comes out must be what the reference reader's weights give."""
     out = world / "out"
     shutil.rmtree(out, ignore_errors=True)
@@ -293,9 +291,7 @@ def _adapter(folder: Path, draw: random.Random) -> tuple[str, str]:
               "use_rslora": False, "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None,
               "rank_pattern": {}, "alpha_pattern": {}, "base_model_name_or_path": str(base)}  # fmt: skip
     factors = {"lora_A.weight": torch.ones(2, 10), "lora_B.weight": torch.ones(6, 2)}
-    save_file(
-        {f"base_model.model.layer.{n}": t for n, t in factors.items()}, adapter / "adapter_model.safetensors"
-    )
+    save_file({f"base_model.model.layer.{n}": t for n, t in factors.items()}, adapter / "adapter_model.safetensors")
     (adapter / "adapter_config.json").write_bytes(mutated_json(json.dumps(config), draw))
     opened = gradfix.open_checkpoint(adapter, base=base)
     for name in opened.names():

@@ -8,20 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 HUGE = (0, 1, -1, 7, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64, 10**30, 1e308, 0.5)
-STRANGE: tuple[Any, ...] = (
-    None,
-    True,
-    [],
-    {},
-    "",
-    "../x",
-    "/etc/passwd",
-    "\x00",
-    "\ud800",
-    "x" * 5000,
-    [[[]]],
-    *HUGE,
-)
+STRANGE: tuple[Any, ...] = (None, True, [], {}, "", "../x", "/etc/passwd", "\x00", "\ud800", "x" * 5000, [[[]]], *HUGE)
 
 
 def _flip(data: bytearray, draw: random.Random) -> None:
@@ -98,9 +85,7 @@ def _damaged(value: Any, draw: random.Random) -> Any:
         if how < 0.15:
             return {name: inner for name, inner in value.items() if name != key}
         if how < 0.25:
-            return {
-                (str(draw.choice(STRANGE)) if name == key else name): inner for name, inner in value.items()
-            }
+            return {(str(draw.choice(STRANGE)) if name == key else name): inner for name, inner in value.items()}
         return {**value, key: _damaged(value[key], draw)}
     if isinstance(value, list) and value and draw.random() < 0.7:
         place = draw.randrange(len(value))

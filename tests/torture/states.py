@@ -57,11 +57,7 @@ def _kinds(home: Path, world: World) -> list[Kind]:
         return Kind(name, out, hastened(words), again)
 
     votes = {rule: home / rule / "votes.safetensors" for rule in ("majority", "mean")}
-    tuned, results, moved = (
-        home / "finetune" / "out",
-        home / "compare" / "results.json",
-        home / "move" / "out",
-    )
+    tuned, results, moved = (home / "finetune" / "out", home / "compare" / "results.json", home / "move" / "out")
     transport = transport_work(three(home / "roles"), moved)
     return [
         *(commanded(rule, out, vote_words(world, out, rule)) for rule, out in votes.items()),

@@ -54,9 +54,7 @@ def test_every_weight_of_a_known_family_has_a_rule(family: str) -> None:
 def test_batch_size_changes_nothing(family: str) -> None:
     model, loss, batch = make_case(family)
     whole = votes_of(model, loss, [batch])
-    parts = votes_of(
-        model, loss, [take(batch, slice(0, 2)), take(batch, slice(2, 4)), take(batch, slice(4, 5))]
-    )
+    parts = votes_of(model, loss, [take(batch, slice(0, 2)), take(batch, slice(2, 4)), take(batch, slice(4, 5))])
     assert_equal_votes(whole, parts)
 
 

@@ -154,9 +154,7 @@ def test_an_interrupted_vote_resumes_to_the_same_bits(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         gradfix.collect_votes(subject.model, subject.loss, dying(3), checkpoint=part)
     seen: list[int] = []
-    resumed = gradfix.collect_votes(
-        subject.model, subject.loss, batches, checkpoint=part, progress=seen.append
-    )
+    resumed = gradfix.collect_votes(subject.model, subject.loss, batches, checkpoint=part, progress=seen.append)
     assert sum(seen) < 10
     assert resumed.count == whole.count
     assert all(torch.equal(resumed[n], whole[n]) for n in whole)

@@ -31,11 +31,7 @@ def test_without_a_device_the_caller_folds() -> None:
 @pytest.mark.parametrize("shape", [(7, 37, 96, 160), (130, 50, 256, 384), (5, 16, 64, 72), (3, 9, 10, 6)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_fold_exactly(
-    dtype: torch.dtype,
-    tf32: bool,
-    shape: tuple[int, int, int, int],
-    transposed: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, tf32: bool, shape: tuple[int, int, int, int], transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     samples, tokens, rows, columns = shape

@@ -128,12 +128,7 @@ def reentrant_checkpoint_behind_a_layer(m: Any, x: Tensor) -> Tensor:
 def statistics_as_many_as_samples() -> tuple[nn.Module, Any, Batches]:
     norm = nn.BatchNorm2d(SAMPLES)
     nn.init.normal_(norm.running_mean)
-    model = Odd(
-        lambda m, x: m.norm(m.conv(x)).mean((2, 3))[:, None],
-        SAMPLES,
-        norm=norm,
-        conv=nn.Conv2d(3, SAMPLES, 3),
-    )
+    model = Odd(lambda m, x: m.norm(m.conv(x)).mean((2, 3))[:, None], SAMPLES, norm=norm, conv=nn.Conv2d(3, SAMPLES, 3))
     return model, squared, batches(3, 5, 5)
 
 
@@ -172,16 +167,12 @@ def _masked(counts: list[int]) -> dict[str, Tensor]:
 
 @case
 def head_on_masked_tokens_alone() -> tuple[nn.Module, Any, Batches]:
-    model = nn.ModuleDict(
-        {"e": nn.Embedding(9, WIDTH), "m": nn.Linear(WIDTH, WIDTH), "h": nn.Linear(WIDTH, 9)}
-    )
+    model = nn.ModuleDict({"e": nn.Embedding(9, WIDTH), "m": nn.Linear(WIDTH, WIDTH), "h": nn.Linear(WIDTH, 9)})
 
     def loss(m: Any, batch: dict[str, Tensor]) -> Tensor:
         x = m["m"](m["e"](batch["ids"])).tanh()
         chosen = batch["labels"] != -100
-        each = F.cross_entropy(
-            m["h"]((x + x.mean(1, keepdim=True))[chosen]), batch["labels"][chosen], reduction="none"
-        )
+        each = F.cross_entropy(m["h"]((x + x.mean(1, keepdim=True))[chosen]), batch["labels"][chosen], reduction="none")
         return each.new_zeros(len(chosen)).index_add(0, chosen.nonzero()[:, 0], each)
 
     return model, loss, [_masked([1] * SAMPLES), *(_masked([3, 0, 1, 2, 0, 0]) for _ in range(3))]
@@ -321,9 +312,7 @@ def test_nothing_is_left_on_the_models_tensors() -> None:
 def test_only_votes_of_one_kind_and_model_add_up() -> None:
     def votes(seed: int, **options: Any) -> gradfix.SignVotes:
         torch.manual_seed(seed)
-        return gradfix.collect_votes(
-            Odd(lambda m, x: m.enter(x)).double(), squared, batches(TOKENS, WIDTH), **options
-        )
+        return gradfix.collect_votes(Odd(lambda m, x: m.enter(x)).double(), squared, batches(TOKENS, WIDTH), **options)
 
     assert (votes(0) + votes(0)).count == 2 * votes(0).count
     with pytest.raises(IncompatibleCheckpoints, match="taken on different weights, first 'enter.weight'"):

@@ -136,9 +136,7 @@ def test_a_loss_that_looks_elsewhere_is_refused(device: StandIn) -> None:
     assert recorded._REPEATS[model].reason == "the recording does not repeat the votes"
 
 
-def test_a_pass_that_cannot_be_recorded_runs_as_before(
-    device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_cannot_be_recorded_runs_as_before(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(once: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 

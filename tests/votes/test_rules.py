@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from gradfix.votes.batched.engine import batched
@@ -61,9 +60,7 @@ def _addmm(s: Sizes) -> Layer:
 
 def _conv(s: Sizes) -> Layer:
     weight = torch.randn(s["out"], s["width"], 3)
-    return Layer(
-        s, lambda m, x: F.conv1d(x.mT, m.weight, m.bias, padding=1), weight=weight, bias=torch.randn(s["out"])
-    )
+    return Layer(s, lambda m, x: F.conv1d(x.mT, m.weight, m.bias, padding=1), weight=weight, bias=torch.randn(s["out"]))
 
 
 def _patches(s: Sizes) -> Layer:
@@ -159,17 +156,11 @@ def _exact_zero(model: nn.Module, batch: Tensor, name: str) -> Tensor:
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
-def test_forms_fold_the_signs_of_their_gradients(
-    samples: int, tokens: int, rows: int, columns: int, seed: int
-) -> None:
+def test_forms_fold_the_signs_of_their_gradients(samples: int, tokens: int, rows: int, columns: int, seed: int) -> None:
     torch.manual_seed(seed)
     left, right = torch.randn(samples, tokens, rows).double(), torch.randn(samples, tokens, columns).double()
     index, values = torch.randint(0, rows, (samples, tokens)), torch.randn(samples, tokens, columns).double()
-    forms = [
-        Product(left, right),
-        TableRows(index, values, rows),
-        Dense(torch.randn(samples, rows, columns).double()),
-    ]
+    forms = [Product(left, right), TableRows(index, values, rows), Dense(torch.randn(samples, rows, columns).double())]
     shape = torch.Size((rows, columns))
     whole = combine([(form, lambda out: out) for form in forms], shape)
     tied = combine([(form, lambda out: out) for form in (*forms[:2], forms[1])], shape)
@@ -201,9 +192,7 @@ def test_mixed_samples_have_no_layout() -> None:
 
 
 @pytest.mark.parametrize(("block_bytes", "block_samples"), [(1, 3), (4096, 4), (2**20, 16)])
-def test_products_in_blocks_fold_exactly(
-    block_bytes: int, block_samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_in_blocks_fold_exactly(block_bytes: int, block_samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from gradfix.votes.batched import forms
 
     monkeypatch.setattr(forms, "BLOCK_BYTES", block_bytes)

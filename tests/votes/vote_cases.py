@@ -194,9 +194,7 @@ def mixtral() -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     # The grouped product has no float64 version.
-    config = MixtralConfig(
-        **_llama_shape(), num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager"
-    )
+    config = MixtralConfig(**_llama_shape(), num_local_experts=3, num_experts_per_tok=2, experts_implementation="eager")
     return MixtralForCausalLM(config), language_loss, tokens()
 
 

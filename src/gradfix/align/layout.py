@@ -105,9 +105,7 @@ class AxisMap:
         if word == "qkv":
             third, rest = divmod(size, 3)
             if rest:
-                raise IncompatibleCheckpoints(
-                    f"{place.name!r}: {size} entries are not q, k and v packed in one."
-                )
+                raise IncompatibleCheckpoints(f"{place.name!r}: {size} entries are not q, k and v packed in one.")
             return tuple(self._heads(place, kind, third, label) for kind in word)
         if word in ("q", "k", "v", "o", "order"):
             return (self._heads(place, word, size, label),)
@@ -266,11 +264,7 @@ def heads_in_config(config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str
     heads: dict[str, int] = {}
     kv_heads: dict[str, int] = {}
     for tower, keys in {"": (), **TOWER_KEYS}.items():
-        part = (
-            next((config[key] for key in keys if isinstance(config.get(key), Mapping)), {})
-            if tower
-            else config
-        )
+        part = next((config[key] for key in keys if isinstance(config.get(key), Mapping)), {}) if tower else config
         count = next((part[key] for key in HEAD_KEYS if part.get(key)), None)
         if not count and "width" in part and "layers" in part:
             count = part["width"] // part.get("head_width", 64)  # an open_clip vision tower

@@ -104,17 +104,13 @@ def _by_class(base: Checkpoint, layers: list[str], known: set[str]) -> Rename | 
 
 def _complaint(base: Checkpoint, folder: Path, layers: list[str], known: set[str]) -> str:
     for layer in layers:
-        fits = sorted(
-            name for name in known if any(name.endswith("." + layer + leaf) for leaf in WEIGHT_NAMES)
-        )
+        fits = sorted(name for name in known if any(name.endswith("." + layer + leaf) for leaf in WEIGHT_NAMES))
         if len(fits) > 1 and layer + ".weight" not in known:
             return (
                 f"{folder} adapts layer {layer!r}, which could be {fits[0]!r} or {fits[1]!r} of {base}. "
                 "Give the base as the folder the adapter was trained on, with its config.json."
             )
-    lost = next(
-        (layer for layer in layers if not any(layer + leaf in known for leaf in WEIGHT_NAMES)), layers[0]
-    )
+    lost = next((layer for layer in layers if not any(layer + leaf in known for leaf in WEIGHT_NAMES)), layers[0])
     return (
         f"{folder} adapts layer {lost!r}, which {base} does not have. Is --base the model the adapter was "
         "trained on? A layer tied to another one and a stacked expert have no tensor of their own: merge such "

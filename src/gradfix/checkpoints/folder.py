@@ -52,17 +52,12 @@ def device_name(device: torch.device) -> str:
     return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
-def layout_of(
-    target: Checkpoint, added: Sequence[str], info: Callable[[str], TensorInfo]
-) -> dict[str, list[str]]:
+def layout_of(target: Checkpoint, added: Sequence[str], info: Callable[[str], TensorInfo]) -> dict[str, list[str]]:
     """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder.
 
     Tensors that are `added` to the target's stand at the end."""
     if isinstance(target, SafetensorsCheckpoint):
-        layout = {
-            _weight_name(shard.path, len(target.shards)): shard.names_in_file_order()
-            for shard in target.shards
-        }
+        layout = {_weight_name(shard.path, len(target.shards)): shard.names_in_file_order() for shard in target.shards}
         last = list(layout)[-1]
         layout[last] = [*layout[last], *added]
         return layout

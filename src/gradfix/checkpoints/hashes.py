@@ -118,9 +118,7 @@ def algorithm_of(recorded: str) -> str:
     if not colon:
         return "sha256"
     if name != ALGORITHM:
-        raise CorruptInput(
-            f"a file was hashed with {name[:40]!r}, which this gradfix does not know; update it."
-        )
+        raise CorruptInput(f"a file was hashed with {name[:40]!r}, which this gradfix does not know; update it.")
     return name
 
 

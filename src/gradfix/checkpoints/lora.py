@@ -48,9 +48,7 @@ FACTORS = {
     "lora_embedding_A": "EA",
     "lora_embedding_B": "EB",
 }
-ADAPTED = re.compile(
-    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(\.weight|\.bias)?"
-)
+ADAPTED = re.compile(r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.default)?(\.weight|\.bias)?")
 FOREIGN = re.compile(r"\b(lora_|hada_|lokr_|ia3_|vera_|oft_|token_adapter)")
 REPEATED_GROUP = re.compile(r"\)[*+{]")
 MERGE = "Merge it in peft (merge_and_unload, then save_pretrained) and give the merged model as --tuned."
@@ -68,9 +66,7 @@ class _Layer:
 class LoraCheckpoint(Checkpoint):
     """The base with an adapter merged in, tensor by tensor, when it is read."""
 
-    def __init__(
-        self, folder: Path, base: Checkpoint, weights: Checkpoint, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, base: Checkpoint, weights: Checkpoint, config: Mapping[str, Any]) -> None:
         self.path = self.folder = folder
         self.base, self.weights = base, weights
         layers, full = _sort_keys(weights.names(), folder)
@@ -84,12 +80,7 @@ class LoraCheckpoint(Checkpoint):
         self._loaded: tuple[str, Tensor, Tensor] | None = None
 
     def _add(
-        self,
-        module: str,
-        name: str,
-        layer: _Layer,
-        config: Mapping[str, Any],
-        turned: Callable[[str], bool | None],
+        self, module: str, name: str, layer: _Layer, config: Mapping[str, Any], turned: Callable[[str], bool | None]
     ) -> None:
         if name in self._deltas:
             raise CorruptInput(f"{self.path}: two adapted layers stand for the same tensor {name!r}.")
@@ -119,9 +110,7 @@ class LoraCheckpoint(Checkpoint):
     def _add_bias(self, name: str, layer: _Layer, rows: int) -> None:
         bias = name.removesuffix("weight") + "bias"
         if bias not in self.base or self.base.info(bias).shape != (rows,):
-            raise IncompatibleCheckpoints(
-                f"{self.path} trains a bias for {name!r}, and {self.base} has none there."
-            )
+            raise IncompatibleCheckpoints(f"{self.path} trains a bias for {name!r}, and {self.base} has none there.")
         self._biases[bias] = layer
 
     def _factor_shapes(self, layer: _Layer) -> tuple[int, int, int]:
@@ -240,9 +229,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         for key in ("rank_pattern", "alpha_pattern"):
             config[key] = dict(config.get(key) or {})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
-        raise CorruptInput(
-            f"{path} is not a readable adapter config: it needs peft_type, r and lora_alpha."
-        ) from None
+        raise CorruptInput(f"{path} is not a readable adapter config: it needs peft_type, r and lora_alpha.") from None
     return dict(config)
 
 
@@ -268,9 +255,7 @@ def _sort_keys(keys: list[str], folder: Path) -> tuple[dict[str, _Layer], dict[s
     for key in keys:
         path = key.removeprefix("base_model.model.")
         if "lora_magnitude_vector" in path:
-            raise UsageError(
-                f"{folder} holds {key!r}: DoRA. gradfix reads plain LoRA; merge it in peft first."
-            )
+            raise UsageError(f"{folder} holds {key!r}: DoRA. gradfix reads plain LoRA; merge it in peft first.")
         match = ADAPTED.fullmatch(path)
         if match:
             part = FACTORS.get(match.group(2) + (match.group(3) or ""))
@@ -279,16 +264,12 @@ def _sort_keys(keys: list[str], folder: Path) -> tuple[dict[str, _Layer], dict[s
                 raise CorruptInput(f"{folder}: cannot make sense of adapter tensor {key!r}.")
             layer.keys[part] = key
         elif path == key or FOREIGN.search(path):
-            raise CorruptInput(
-                f"{folder}: adapter tensor {key!r} is of no kind that gradfix knows; it would be lost."
-            )
+            raise CorruptInput(f"{folder}: adapter tensor {key!r} is of no kind that gradfix knows; it would be lost.")
         else:
             full[_unwrapped(path)] = key
     for module, layer in layers.items():
         if set(layer.keys) - {"bias"} not in ({"A", "B"}, {"EA", "EB"}):
-            raise CorruptInput(
-                f"{folder}: layer {module!r} has only {sorted(layer.keys.values())}, half of a pair."
-            )
+            raise CorruptInput(f"{folder}: layer {module!r} has only {sorted(layer.keys.values())}, half of a pair.")
     if not layers and not full:
         raise CorruptInput(f"{folder}: the adapter file holds no tensors.")
     return layers, full
@@ -297,11 +278,7 @@ def _sort_keys(keys: list[str], folder: Path) -> tuple[dict[str, _Layer], dict[s
 def _unwrapped(path: str) -> str:
     """Without the names of the wrappers that peft puts around a layer."""
     parts = path.split(".")
-    kept = [
-        p
-        for i, p in enumerate(parts)
-        if p not in WRAPPERS and not (p == "default" and parts[i - 1] in WRAPPERS)
-    ]
+    kept = [p for i, p in enumerate(parts) if p not in WRAPPERS and not (p == "default" and parts[i - 1] in WRAPPERS)]
     return ".".join(kept)
 
 

@@ -175,10 +175,7 @@ def match_vocabulary(
         f"token rows matched by token: {widest.matched} of {len(widest.base)} found in the base ({widest.moved} at "
         f"another place), {widest.untouched} left untouched"
     )
-    counts = {
-        name: {"matched": m.matched, "moved": m.moved, "untouched": m.untouched}
-        for name, m in matches.items()
-    }
+    counts = {name: {"matched": m.matched, "moved": m.moved, "untouched": m.untouched} for name, m in matches.items()}
     shown_base = MatchedRows(base, {name: match.base for name, match in matches.items()}, counts, (note,))
     shown_tuned = MatchedRows(tuned, {name: match.tuned for name, match in matches.items()})
     return shown_base, shown_tuned, {"vocabulary": counts}
@@ -198,9 +195,7 @@ def _rows(checkpoint: Checkpoint, name: str) -> int:
     return shape[0] if shape else 0
 
 
-def _refuse_strangers(
-    base: Checkpoint, target: Checkpoint, before: Mapping[str, int], goal: Mapping[str, int]
-) -> None:
+def _refuse_strangers(base: Checkpoint, target: Checkpoint, before: Mapping[str, int], goal: Mapping[str, int]) -> None:
     shared = len(before.keys() & goal.keys())
     if shared < LEAST_SHARED * min(len(before), len(goal)):
         raise IncompatibleCheckpoints(

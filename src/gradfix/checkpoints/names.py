@@ -169,9 +169,7 @@ class _StandIn(Tensor):
 
 
 _Map = tuple[dict[str, torch.Size], dict[str, str], dict[str, Window | Mosaic]]
-_KNOWN_MAPS: WeakKeyDictionary[nn.Module, _Map] = (
-    WeakKeyDictionary()
-)  # working one out takes as long as a small vote
+_KNOWN_MAPS: WeakKeyDictionary[nn.Module, _Map] = WeakKeyDictionary()  # working one out takes as long as a small vote
 
 
 def _transformers_map(

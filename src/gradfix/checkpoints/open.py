@@ -21,14 +21,7 @@ from torch import Tensor, nn
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.lora import open_adapter
 from gradfix.checkpoints.safetensors_file import CODES, MAX_HEADER_BYTES, SafetensorsFile
-from gradfix.checkpoints.weights import (
-    CHUNK,
-    Checkpoint,
-    MemoryCheckpoint,
-    SafetensorsCheckpoint,
-    Source,
-    raw_bytes,
-)
+from gradfix.checkpoints.weights import CHUNK, Checkpoint, MemoryCheckpoint, SafetensorsCheckpoint, Source, raw_bytes
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
 
@@ -79,11 +72,7 @@ def resolve(source: str | os.PathLike[str]) -> Path:
 
     repo, _, revision = text.partition("@")
     try:
-        return Path(
-            snapshot_download(
-                repo, revision=revision or None, ignore_patterns=["*.msgpack", "*.h5", "*.onnx"]
-            )
-        )
+        return Path(snapshot_download(repo, revision=revision or None, ignore_patterns=["*.msgpack", "*.h5", "*.onnx"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError, ValueError) as error:
         raise CorruptInput(
             f"{text} is no local path, and the hub did not deliver it ({type(error).__name__}). "
@@ -103,9 +92,7 @@ def _from_mapping(tensors: Mapping[str, Any], path: Path | None) -> MemoryCheckp
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CorruptInput(f"{where}: entry {name!r} is {type(value).__name__}, not a tensor.")
         if value.layout is not torch.strided or value.is_quantized:
-            raise CorruptInput(
-                f"{where}: tensor {name!r} is sparse or quantised; gradfix needs dense weights."
-            )
+            raise CorruptInput(f"{where}: tensor {name!r} is sparse or quantised; gradfix needs dense weights.")
         if value.dtype not in CODES:
             raise CorruptInput(
                 f"{where}: tensor {name!r} is {value.dtype}, which safetensors files of weights do not hold."
@@ -129,12 +116,8 @@ def _from_folder(folder: Path, base: Source | Checkpoint | None) -> Checkpoint:
     if len(found) == 1:
         return _from_file(found[0], folder)
     if not found:
-        raise CorruptInput(
-            f"{folder} holds no weights: expected model.safetensors or pytorch_model.bin in it."
-        )
-    raise CorruptInput(
-        f"{folder} holds {len(found)} weight files and no index; give one of them, e.g. {found[0]}."
-    )
+        raise CorruptInput(f"{folder} holds no weights: expected model.safetensors or pytorch_model.bin in it.")
+    raise CorruptInput(f"{folder} holds {len(found)} weight files and no index; give one of them, e.g. {found[0]}.")
 
 
 def _from_index(folder: Path, index: Path) -> Checkpoint:
@@ -155,9 +138,7 @@ def _from_index(folder: Path, index: Path) -> Checkpoint:
             _check_shard(index, file, wanted, set(loaded))
             tensors.update(loaded)
     if shards and tensors:
-        raise CorruptInput(
-            f"{index} mixes safetensors and pickled shards; convert the folder to one of them."
-        )
+        raise CorruptInput(f"{index} mixes safetensors and pickled shards; convert the folder to one of them.")
     if shards:
         return SafetensorsCheckpoint(folder, shards)
     return _from_mapping(tensors, folder)
@@ -247,9 +228,7 @@ def _check_records(path: Path) -> None:
                 )
         damaged = archive.testzip()
     if damaged is not None:
-        raise CorruptInput(
-            f"{path}: record {damaged!r} has another checksum than was written. Copy it again."
-        )
+        raise CorruptInput(f"{path}: record {damaged!r} has another checksum than was written. Copy it again.")
 
 
 def _refuse_hollow(path: Path, name: str, value: Tensor) -> None:
@@ -257,17 +236,13 @@ def _refuse_hollow(path: Path, name: str, value: Tensor) -> None:
     if value.layout is not torch.strided or value.is_quantized:
         return  # refused by name with the other entries
     if value.is_meta or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise CorruptInput(
-            f"{path}: tensor {name!r} claims {value.numel():,} entries that the file does not hold."
-        )
+        raise CorruptInput(f"{path}: tensor {name!r} claims {value.numel():,} entries that the file does not hold.")
 
 
 def split_tag(text: str) -> tuple[str, str]:
     architecture, _, tag = text.removeprefix(OPEN_CLIP).partition("/")
     if not architecture or not tag:
-        raise UsageError(
-            f"{text!r} must read {OPEN_CLIP}ARCHITECTURE/TAG, e.g. {OPEN_CLIP}ViT-B-16/laion2b_s34b_b88k."
-        )
+        raise UsageError(f"{text!r} must read {OPEN_CLIP}ARCHITECTURE/TAG, e.g. {OPEN_CLIP}ViT-B-16/laion2b_s34b_b88k.")
     return architecture, tag
 
 

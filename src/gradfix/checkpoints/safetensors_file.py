@@ -157,9 +157,7 @@ def _entry(name: str, value: dict[str, object], data_start: int, path: Path) -> 
     start, stop = (int(x) for x in value["data_offsets"])  # type: ignore[attr-defined]
     info = TensorInfo(shape, DTYPES[code])
     if stop - start != info.nbytes:
-        raise CorruptInput(
-            f"{path}: tensor {name!r} holds {stop - start} bytes, its shape needs {info.nbytes}."
-        )
+        raise CorruptInput(f"{path}: tensor {name!r} holds {stop - start} bytes, its shape needs {info.nbytes}.")
     return Entry(info, data_start + start, data_start + stop)
 
 

@@ -118,9 +118,7 @@ class SafetensorsWriter:
     def close(self) -> str:
         """Flush to disk and return the hash."""
         if self.size != self._expected:
-            raise UnsafeResult(
-                f"{self.path.name}: wrote {self.size} bytes of {self._expected}; this is a bug."
-            )
+            raise UnsafeResult(f"{self.path.name}: wrote {self.size} bytes of {self._expected}; this is a bug.")
         if self._flushing is not None:
             self._flushing.result()
         os.fsync(self._file.fileno())

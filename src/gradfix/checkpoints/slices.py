@@ -33,9 +33,7 @@ def rows_of(parameter: Any) -> Rows:
 
     if not hasattr(parameter, "placements"):
         return Rows(0, parameter.numel())
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     width = parameter.shape[1:].numel()
     count = torch.Size(shape).numel()
     return Rows(offset[0] * width if count else 0, count)
@@ -73,8 +71,7 @@ def check_stored(disk: str, shape: torch.Size, checkpoint: Checkpoint) -> None:
         raise CorruptInput(f"{checkpoint} lacks {disk!r}. The file is incomplete or of another model.")
     if checkpoint.info(disk).shape != tuple(shape):
         raise IncompatibleCheckpoints(
-            f"{checkpoint}: tensor {disk!r} is {list(checkpoint.info(disk).shape)}, but the config says "
-            f"{list(shape)}."
+            f"{checkpoint}: tensor {disk!r} is {list(checkpoint.info(disk).shape)}, but the config says {list(shape)}."
         )
 
 

@@ -109,9 +109,7 @@ class Trio:
     `base` and `tuned` are shown as the target names its tensors and orders its token rows; `sources` are all three
     as their files are, `given` as the user named them. `vocabulary` says for the manifest how rows were matched."""
 
-    def __init__(
-        self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool
-    ) -> None:
+    def __init__(self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool) -> None:
         self.sources, self.given, self.head = dict(sources), dict(given), head
         self.target = self.sources["target"]
         base, tuned = (match_prefix(self.sources[role], self.target) for role in ("base", "tuned"))

@@ -42,9 +42,7 @@ def _umask() -> int:
 
 
 @contextlib.contextmanager
-def staged_folder(
-    out: Path, *, overwrite: bool = False, need_bytes: int = 0, key: str | None = None
-) -> Iterator[Path]:
+def staged_folder(out: Path, *, overwrite: bool = False, need_bytes: int = 0, key: str | None = None) -> Iterator[Path]:
     """A folder to write into; it becomes `out` when the block ends well and vanishes when it does not.
 
     With a `key`, an interrupted (not failed) run leaves the staging folder, and the next run with the same
@@ -103,9 +101,7 @@ def refuse_occupied(out: Path, overwrite: bool) -> None:
     if out.is_file():
         raise OutputError(f"{out} is a file; give a folder as --out.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise OutputError(
-            f"{out} exists and is not empty. Choose another --out, or pass --overwrite to replace it."
-        )
+        raise OutputError(f"{out} exists and is not empty. Choose another --out, or pass --overwrite to replace it.")
 
 
 def refuse_odd_file(out: Path) -> None:
@@ -174,9 +170,7 @@ def _take_lock(out: Path, lock: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(descriptor)
-            raise Locked(
-                f"another gradfix process is writing {out}. Wait for it, or choose another --out."
-            ) from None
+            raise Locked(f"another gradfix process is writing {out}. Wait for it, or choose another --out.") from None
         # The last holder may have removed the file between our open and our lock: then it guards nothing.
         status = os.fstat(descriptor)
         if _identity(lock) == (status.st_dev, status.st_ino):
@@ -340,15 +334,11 @@ def verify(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if not os.path.isfile(path):  # unlike Path.is_file it also answers for names no system can hold
             raise CorruptInput(f"{path} is missing; the manifest lists it.")
         if not holds(path, str(expected)):
-            raise CorruptInput(
-                f"{path} has changed since it was written: its hash does not match the manifest."
-            )
+            raise CorruptInput(f"{path} has changed since it was written: its hash does not match the manifest.")
     for path in sorted(home.rglob("*")):
         relative = path.relative_to(home).as_posix()
         if path.is_file() and path.name.endswith(WEIGHT_SUFFIXES) and relative not in content["outputs"]:
-            raise CorruptInput(
-                f"{path} is not in the manifest: weights were added after the folder was written."
-            )
+            raise CorruptInput(f"{path} is not in the manifest: weights were added after the folder was written.")
     return content
 
 

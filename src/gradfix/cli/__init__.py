@@ -45,9 +45,7 @@ def run(argv: list[str]) -> int:
         return 8
     except Exception as error:
         if hasattr(error, "format_message"):  # the parser's own usage errors
-            say_error(
-                f"{error.format_message()} `gradfix --help` lists commands, `gradfix COMMAND --help` options."
-            )
+            say_error(f"{error.format_message()} `gradfix --help` lists commands, `gradfix COMMAND --help` options.")
             return 2
         if os.environ.get("GRADFIX_DEBUG"):
             raise
@@ -59,9 +57,7 @@ def run(argv: list[str]) -> int:
             )
             return 8
         text = " ".join(str(error).split())[:300]
-        say_error(
-            f"internal error: {type(error).__name__}: {text} (GRADFIX_DEBUG=1 shows where; please report it)."
-        )
+        say_error(f"internal error: {type(error).__name__}: {text} (GRADFIX_DEBUG=1 shows where; please report it).")
         return 1
 
 

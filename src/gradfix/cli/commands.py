@@ -42,9 +42,7 @@ def _version(value: bool) -> None:
 
 
 def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
-    ),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None: ...
 
 
@@ -68,8 +66,7 @@ def _transport(config: configs.TransportConfig, out: Output) -> None:
 
 
 def _vote(config: configs.VoteConfig, out: Output) -> None:
-    from gradfix.commands.dryrun import plan_vote
-    from gradfix.commands.vote import run_vote
+    from gradfix.commands.vote import plan_vote, run_vote
     from gradfix.system.processes import leads
 
     if config.dry_run:
@@ -180,9 +177,7 @@ def _compare(config: configs.CompareConfig, out: Output) -> None:
     _show(results, out, config.report, partial(ship_command, config))
 
 
-def _show(
-    results: Any, out: Output, report: str | None, ship: Callable[[Any], str | None] = lambda _: None
-) -> None:
+def _show(results: Any, out: Output, report: str | None, ship: Callable[[Any], str | None] = lambda _: None) -> None:
     out.text(results.to_json())
     header, *cells = results.table()
     out.table("accuracy on test, mean and spread over seeds", header, cells)
@@ -210,9 +205,7 @@ def _merge(config: configs.MergeConfigOptions, out: Output) -> None:
 def _reproduce(config: configs.ReproduceConfig, out: Output) -> None:
     from gradfix.experiments import plan_reproduce
 
-    planned = plan_reproduce(
-        config.table, config.suite, quick=config.quick, out=config.out, local=config.local
-    )
+    planned = plan_reproduce(config.table, config.suite, quick=config.quick, out=config.out, local=config.local)
     out.notes([planned.estimate.words])
     if config.dry_run:
         out.say(f"would reproduce {config.table} of the {config.suite} suite")

@@ -103,9 +103,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     if sum(widths[1:]) + 2 * len(widths[1:]) + min(widths[0], READABLE) > console.width:
         _records(console, title, plain)
         return
-    made = Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False
-    )
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for index, column in enumerate(zip(*plain)):
         numeric = index > 0 and all(cell[:1] in "0123456789+-." for cell in column[1:])
         made.add_column(column[0], justify="right" if numeric else "left", overflow="fold", no_wrap=index > 0)

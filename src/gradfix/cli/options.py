@@ -55,9 +55,7 @@ def expand_lists(argv: list[str], kind: type[Config] | None) -> list[str]:
     return out
 
 
-def command(
-    kind: type[Config], body: Callable[[Config, Output], None], *, explained: bool
-) -> Callable[..., None]:
+def command(kind: type[Config], body: Callable[[Config, Output], None], *, explained: bool) -> Callable[..., None]:
     """A typer callback whose options are the fields of `kind`."""
     hints = typing.get_type_hints(kind)
     order = sorted(fields_of(kind).items(), key=lambda item: not item[1].metadata["required"])
@@ -67,9 +65,7 @@ def command(
     if not has_config:
         parameters.append(_keyword("config", str | None, typer.Option("--config", help="YAML file with any of these options.")))  # fmt: skip
     parameters.append(_keyword("json", str | None, typer.Option("--json", help="Write the result as JSON to this file ('-': stdout).")))  # fmt: skip
-    parameters.append(
-        _keyword("quiet", bool, typer.Option("--quiet", "-q", help="Print nothing but errors."), False)
-    )
+    parameters.append(_keyword("quiet", bool, typer.Option("--quiet", "-q", help="Print nothing but errors."), False))
 
     def callback(**given: Any) -> None:
         out = Output(given.pop("json"), given.pop("quiet"))
@@ -109,9 +105,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _keyword(name: str, kind: Any, info: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
 def settle(kind: type[Config], given: dict[str, Any], path: str | None) -> Config:

@@ -22,11 +22,7 @@ SPELLED = "mask"  # the name that stands for the options themselves
 DIALS = ("mask", "margin", "alpha", "vote", "votes", "align")
 FIXED = ("mask", "vote", "align")  # what the name of a masking method stands for
 VOTED = ("direction", "votes")  # what a mask that asks the target's votes sees
-READERS = {
-    "margin": ("votes",),
-    "vote": VOTED,
-    "votes": VOTED,
-}  # which masks read an option, by what they see
+READERS = {"margin": ("votes",), "vote": VOTED, "votes": VOTED}  # which masks read an option, by what they see
 WORDS = {"vote": ["majority", "mean"], "head": ["error", "copy", "skip"]}
 
 

@@ -81,9 +81,7 @@ def plan_compare(config: CompareConfig) -> str:
     for name in methods:
         METHODS[name]
     Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
-    few_shot(
-        splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels)
-    )
+    few_shot(splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
     if config.track:
         parse(config.track)
     budgets = " and ".join(map(str, config.shots))

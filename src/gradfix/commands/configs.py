@@ -62,9 +62,7 @@ def command_line(command: str, config: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    data: str = option(
-        "File, folder with train/validation/test files, image folder or hub dataset.", required=True
-    )
+    data: str = option("File, folder with train/validation/test files, image folder or hub dataset.", required=True)
     task: str = option("What the models do.", required=True, choices="gradfix:TASKS")
     label_column: str | None = option("Column that holds the label.")
     text_column: tuple[str, ...] = option("Column(s) that hold the text.", ())
@@ -80,9 +78,7 @@ class DataOptions:
     batch_size: int = option("Samples per pass; affects speed, not the votes.", 16, least=1)
     dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
     device: str | None = option("cpu, cuda, cuda:1 ...; the best there is by default.")
-    trust_remote_code: bool = option(
-        "Allow model code from the checkpoint to run. Off unless you read it.", False
-    )
+    trust_remote_code: bool = option("Allow model code from the checkpoint to run. Off unless you read it.", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +156,7 @@ class TransportConfig(TrioOptions, ShotOptions):
     votes: str | None = option("Votes file made earlier on this target; no gradients are computed then.")
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for --method best.")
-    align: str = option(
-        "Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS"
-    )
+    align: str = option("Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS")
     out_dtype: str | None = option("Dtype of the written weights; the target's own by default.")
     out_lora: int | None = option("Write a LoRA adapter of this rank for the target instead of full weights.")
     report: str | None = option("Also write an HTML report of this transport.")
@@ -204,9 +198,7 @@ class EvaluateConfig(DataOptions):
 class InspectConfig:
     """Can these checkpoints be combined? Names, shapes, norms, cosines."""
 
-    checkpoints: tuple[str, ...] = option(
-        "Two or three checkpoints: base, tuned [, target].", (), positional=True
-    )
+    checkpoints: tuple[str, ...] = option("Two or three checkpoints: base, tuned [, target].", (), positional=True)
     names: bool = option("List every tensor.", False)
 
 
@@ -224,9 +216,7 @@ class CompareConfig(TrioOptions, DataOptions):
     """All methods side by side under one label budget, with a verdict."""
 
     target_tuned: str | None = option("A full fine-tune of the target, for the oracle and the upper line.")
-    finetune_target: bool = option(
-        "Fine-tune the target on the train split when no --target-tuned is given.", False
-    )
+    finetune_target: bool = option("Fine-tune the target on the train split when no --target-tuned is given.", False)
     finetune_steps: int = option("Steps of that fine-tune.", 400, least=1)
     shots: tuple[int, ...] = option("Labelled examples per class, one or more budgets.", (5,))
     seeds: tuple[int, ...] = option("Seeds.", (0,), **SEEDS)
@@ -239,8 +229,7 @@ class CompareConfig(TrioOptions, DataOptions):
     work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
     report: str | None = option("HTML report to write.")
     track: str | None = option(
-        "Also log to a tracker: NAME:PROJECT, or tensorboard:FOLDER.",
-        choices="gradfix.report.tracking:TRACKERS",
+        "Also log to a tracker: NAME:PROJECT, or tensorboard:FOLDER.", choices="gradfix.report.tracking:TRACKERS"
     )
     dry_run: bool = option(DRY_RUN, False)
 
@@ -280,10 +269,7 @@ class ReproduceConfig:
     """Reproduce the paper's tables and figures."""
 
     table: str = option(
-        "Table or figure to reproduce, or all.",
-        "all",
-        positional=True,
-        choices="gradfix.experiments:EXPERIMENTS",
+        "Table or figure to reproduce, or all.", "all", positional=True, choices="gradfix.experiments:EXPERIMENTS"
     )
     suite: str = option("Models and data to measure on.", "pocket", choices="gradfix.experiments:SUITES")
     quick: bool = option("Fewer seeds and budgets.", False)

@@ -36,9 +36,7 @@ def guard_outputs(config: Any, *files: str | None, parts: Iterable[Any] = ()) ->
 
     `parts` name inputs as well, such as the vectors of a merge recipe."""
     owners = [config, *parts]
-    weights, others = (
-        [p for owner in owners for p in _existing(owner, names)] for names in (CHECKPOINTS, FILES)
-    )
+    weights, others = ([p for owner in owners for p in _existing(owner, names)] for names in (CHECKPOINTS, FILES))
     for file in (*files, getattr(config, "report", None)):
         if file is not None and file != "-":
             refuse_odd_file(Path(file))
@@ -48,16 +46,10 @@ def guard_outputs(config: Any, *files: str | None, parts: Iterable[Any] = ()) ->
             continue
         out = Path(name)
         if len(os.fsencode(out.name)) > LONGEST_NAME:
-            raise OutputError(
-                f"the name of output {out} is longer than {LONGEST_NAME} bytes. Choose a shorter one."
-            )
+            raise OutputError(f"the name of output {out} is longer than {LONGEST_NAME} bytes. Choose a shorter one.")
         refuse_inside(out, [*weights, *(path for path in others if path.is_file() or out.is_dir())])
-        if is_table(out) and any(
-            path.is_dir() and out.resolve().is_relative_to(path.resolve()) for path in others
-        ):
-            raise OutputError(
-                f"output {out} is a data file of the input; inputs are never modified. Choose another."
-            )
+        if is_table(out) and any(path.is_dir() and out.resolve().is_relative_to(path.resolve()) for path in others):
+            raise OutputError(f"output {out} is a data file of the input; inputs are never modified. Choose another.")
 
 
 def _refuse_shared(config: Any, files: Iterable[str | None]) -> None:

@@ -100,11 +100,7 @@ def _given(config: InitOptions) -> dict[str, Any]:
 def _fill(command: str, values: dict[str, Any], ask: Ask) -> None:
     """Ask what the user has not said; an empty answer leaves the option as it is."""
     for name in (*ASKED, "out"):
-        if (
-            name in values
-            or (command == "merge" and name == "report")
-            or (command == "compare" and name == "out")
-        ):
+        if name in values or (command == "merge" and name == "report") or (command == "compare" and name == "out"):
             continue
         default = {"shots": "5", "out": OUT.get(command), **_guessed_task(values)}.get(name)
         answer = ask(help_text(_SHARED[name]), default, ())
@@ -171,9 +167,7 @@ def _recipe(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     count = max(len(trios["tuned"]), 1)
     for role, sources in trios.items():
         if sources and len(sources) not in (1, count):
-            raise UsageError(
-                f"--{role} names {len(sources)} for {count} fine-tunes: give one for all, or one each."
-            )
+            raise UsageError(f"--{role} names {len(sources)} for {count} fine-tunes: give one for all, or one each.")
     for name in values:
         if name not in RECIPE and name not in trios:
             raise UsageError(f"--{name.replace('_', '-')} means nothing to merge.")
@@ -183,16 +177,10 @@ def _recipe(values: Mapping[str, Any]) -> tuple[str, list[str]]:
         shown = _typed(name, values[name], "int | str") if name in values else None
         if name == "target" and name not in values:
             missing.append(name)
-        parts.append(
-            _entry(help_text(about), name, shown if name in values else _absent(default), name in values)
-        )
-    parts.append(
-        "# The fine-tunes, each with its own base; data (or votes: FILE) lets the target vote.\nvectors:"
-    )
+        parts.append(_entry(help_text(about), name, shown if name in values else _absent(default), name in values))
+    parts.append("# The fine-tunes, each with its own base; data (or votes: FILE) lets the target vote.\nvectors:")
     for index in range(count):
-        entry = {
-            role: sources[index if len(sources) > 1 else 0] for role, sources in trios.items() if sources
-        }
+        entry = {role: sources[index if len(sources) > 1 else 0] for role, sources in trios.items() if sources}
         missing += [f"vectors[{index}].{role}" for role in ("base", "tuned") if role not in entry]
         words = ", ".join(f"{role}: {_scalar(entry.get(role, 'FILL-IN'))}" for role in ("base", "tuned", "data")
                           if role in entry or role != "data")  # fmt: skip
@@ -207,7 +195,9 @@ def _absent(default: Any) -> Any:
 def _title(command: str) -> str:
     word = "gradfix merge FILE" if command == "merge" else f"gradfix {command} --config FILE"
     kind = INITIALISED.get(command, MergeConfigOptions)
-    return f"# {kind.__doc__}\n# Run it with: {word}\n# Lines behind a # show the default; remove the # to change one.\n"
+    return (
+        f"# {kind.__doc__}\n# Run it with: {word}\n# Lines behind a # show the default; remove the # to change one.\n"
+    )
 
 
 def _entry(about: str, name: str, value: Any, active: bool) -> str:

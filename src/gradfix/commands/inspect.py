@@ -47,9 +47,7 @@ class Inspection:
             told = [(f["tensor"], f["fate"], f["reason"]) for f in self.fates if "reason" in f]
             if told:
                 shown = told[: None if names else 20]
-                out.append(
-                    (f"otherwise than transported as it is ({len(told)})", ("tensor", "", "why"), shown)
-                )
+                out.append((f"otherwise than transported as it is ({len(told)})", ("tensor", "", "why"), shown))
         if names:
             rows = [(t["name"], t["shape"], t["dtype"], f"{t['tau_norm']:.4g}") for t in self.tensors]
             out.append(("tensors", ("name", "shape", "dtype", "norm of the change"), rows))
@@ -108,12 +106,7 @@ def _measure(opened: dict[str, Checkpoint], found: Inspection) -> None:
             tau += float(change @ change)
         info = opened["base"].info(name)
         found.tensors.append(
-            {
-                "name": name,
-                "shape": "x".join(map(str, info.shape)),
-                "dtype": str(info.dtype)[6:],
-                "tau_norm": tau**0.5,
-            }
+            {"name": name, "shape": "x".join(map(str, info.shape)), "dtype": str(info.dtype)[6:], "tau_norm": tau**0.5}
         )
     for role, checkpoint in opened.items():
         infos = [checkpoint.info(name) for name in checkpoint.names()]
@@ -160,9 +153,7 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
     if tuned["distance"] == 0:
         found.notes.append("base and tuned are equal: the task vector is zero")
     elif tuned["relative"] > 0.5:
-        found.notes.append(
-            f"tuned differs from base by {tuned['relative']:.0%} of its norm: not a fine-tune of it?"
-        )
+        found.notes.append(f"tuned differs from base by {tuned['relative']:.0%} of its norm: not a fine-tune of it?")
     if "base - target" in found.pairs:
         cosine = found.pairs["base - target"]["cosine"]
         kind = "related releases: the task vector itself carries over" if cosine > 0.5 else (

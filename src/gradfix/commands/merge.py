@@ -159,11 +159,7 @@ class _Run:
             start = setting(self._shot_options(vector))
             shots = draw(start, self._shot_options(vector), vector.validation, vector.base)
             bound = start.open(self.recipe.target)
-            name = (
-                vector.data
-                if len({v.task for v in self.recipe.vectors}) == 1
-                else f"{vector.data} ({vector.task})"
-            )
+            name = vector.data if len({v.task for v in self.recipe.vectors}) == 1 else f"{vector.data} ({vector.task})"
             self.notes += [*shots.notes, *bound.notes]
             tasks[_task_key(vector)] = _TaskOnTarget(name, bound, shots)
         blind = [task.name for task in tasks.values() if not task.shots.validation]
@@ -174,9 +170,7 @@ class _Run:
             )
         kinds = {type(task.bound.model) for task in tasks.values()}
         if len(kinds) > 1:
-            raise UsageError(
-                "the tasks load the target as different models: one merged model cannot serve them all."
-            )
+            raise UsageError("the tasks load the target as different models: one merged model cannot serve them all.")
         return tasks
 
     def _shot_options(self, vector: VectorRecipe) -> ShotOptions:
@@ -221,9 +215,7 @@ class _Run:
         batches = [list(task.bound.scoring_batches(task.shots.validation or [], 32)) for task in tasks]
 
         def score(model: nn.Module) -> float:
-            found = [
-                _ranking(evaluate(model, task.bound, part)) for task, part in zip(tasks, batches, strict=True)
-            ]
+            found = [_ranking(evaluate(model, task.bound, part)) for task, part in zip(tasks, batches, strict=True)]
             return sum(found) / len(found)
 
         curve = search_scale(tasks[0].bound.model, self._on_module(update), score)

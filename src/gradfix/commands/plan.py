@@ -103,9 +103,7 @@ def run_plan(config: PlanConfig) -> PlanResult:
     pace = Pace(config.tflops * 1e12) if config.tflops else measured_pace(device, dtype)
     available = int(config.device_memory * GIB) if config.device_memory else _memory(device)
     walk, voting, notes = _rehearsed(config, shape, dtype, device)
-    one = VoteSetup(
-        shape, samples, dtype, config.batch_size, pace, config.engine, walk, voting, device=device
-    )
+    one = VoteSetup(shape, samples, dtype, config.batch_size, pace, config.engine, walk, voting, device=device)
     setups = [one]
     if config.devices > 1:
         many = replace(one, devices=config.devices, mode="data parallel")

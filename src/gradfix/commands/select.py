@@ -24,8 +24,6 @@ def run_select(config: SelectConfig) -> dict[str, Any]:
     shots = draw(setting(config), config, base=config.base)
     rows = [{"id": index, "label": row.get("label")} for index, row in zip(shots.indices, shots.fewshot)]
     path = Path(config.out)
-    lines = (
-        json.dumps(rows, indent=1) if path.suffix == ".json" else "\n".join(json.dumps(row) for row in rows)
-    )
+    lines = json.dumps(rows, indent=1) if path.suffix == ".json" else "\n".join(json.dumps(row) for row in rows)
     write_text(path, lines + "\n")
     return {"out": str(path), "ids": shots.indices, "method": config.select}

@@ -30,10 +30,7 @@ class Setting:
 
     def open(self, source: str, *, head_from: str | None = None) -> Bound:
         return self.task.open(
-            source,
-            dtype=torch_dtype(self.options.dtype),
-            device=device_of(self.options.device),
-            head_from=head_from,
+            source, dtype=torch_dtype(self.options.dtype), device=device_of(self.options.device), head_from=head_from
         )
 
 
@@ -111,9 +108,7 @@ def make_task(options: DataOptions, dataset: Dataset) -> Task:
     return kind(dataset.labels, **given)  # type: ignore[call-arg]
 
 
-def draw(
-    start: Setting, options: ShotOptions, validation: str | None = None, base: str | None = None
-) -> Shots:
+def draw(start: Setting, options: ShotOptions, validation: str | None = None, base: str | None = None) -> Shots:
     """The few-shot set of a seed, with validation and test kept apart by content."""
     pool = start.dataset.pick("train")
     if pool is start.dataset.splits.get("test"):
@@ -147,13 +142,9 @@ def validation_rows(start: Setting, validation: str | None) -> list[Row] | None:
 
 def _pick(start: Setting, options: ShotOptions, pool: list[Row], base: str | None) -> list[int]:
     if options.select == "random":
-        return few_shot(
-            pool, options.shots, options.seed, options.allow_fewer, labels=list(start.dataset.labels)
-        )
+        return few_shot(pool, options.shots, options.seed, options.allow_fewer, labels=list(start.dataset.labels))
     if base is None:
-        raise UsageError(
-            f"--select {options.select} needs --base: the features come from the old base's encoder."
-        )
+        raise UsageError(f"--select {options.select} needs --base: the features come from the old base's encoder.")
     from gradfix.vectors.selection import select
 
     bound = start.open(base)

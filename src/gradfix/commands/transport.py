@@ -93,9 +93,7 @@ def _finite(content: Any) -> Any:
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, run the method, write, score. Nothing is written before every check has passed."""
-    if config.verdict is not None and (
-        config.method not in (None, "mask", "best") or "mask" in given(config)
-    ):
+    if config.verdict is not None and (config.method not in (None, "mask", "best") or "mask" in given(config)):
         raise UsageError(f"--verdict {config.verdict} says what to ship: leave --method and --mask out.")
     wanted = asked(config) if config.verdict is None else None
     trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
@@ -228,9 +226,7 @@ class _Transport:
         require_target(votes, self.trio.target)
         if not set(votes) <= set(dict(self.bound.model.named_parameters())):
             tensors = self.names.to_module(votes)
-            votes = SignVotes(
-                tensors, votes.count, rule=votes.rule, target_hash=votes.target_hash, origin=votes.origin
-            )
+            votes = SignVotes(tensors, votes.count, rule=votes.rule, target_hash=votes.target_hash, origin=votes.origin)
         return votes
 
     def _finish(self, trial: Trial, outcome: Outcome) -> TransportResult:

@@ -61,9 +61,7 @@ def forget_partial_votes(config: VoteConfig) -> None:
 def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
     """Draw the few-shot set, ask the target's gradients, write the votes tied to the target's hash."""
     if config.sharded and config.processes < 2 and not launched():
-        raise UsageError(
-            "--sharded splits the model over processes: give --processes N, or start with torchrun."
-        )
+        raise UsageError("--sharded splits the model over processes: give --processes N, or start with torchrun.")
     if config.offload is not None:
         return OffloadedVote(config, progress).run()
     if launched():
@@ -153,9 +151,7 @@ class OffloadedVote(Vote):
     def refuse(self) -> None:
         super().refuse()
         if self.config.processes > 1 or launched() or self.config.sharded:
-            raise UsageError(
-                "--offload is for one process; several processes split the model with --sharded."
-            )
+            raise UsageError("--offload is for one process; several processes split the model with --sharded.")
         if self.config.vote != "majority":
             raise UsageError("--vote mean is not there for offloaded models.")
 
@@ -166,9 +162,7 @@ class OffloadedVote(Vote):
         limits = None if limit is None else {"cpu" if device == "cpu" else 0: limit}
         folder = Path(str(self.config.offload))
         if folder.exists() and not folder.is_dir():
-            raise OutputError(
-                f"{folder} is a file; give a folder for the weights that do not fit as --offload."
-            )
+            raise OutputError(f"{folder} is a file; give a folder for the weights that do not fit as --offload.")
         make_parent(folder)
         self.held.enter_context(locked(folder))  # another vote would overwrite the weights this one reads
         bound, self.model = _open_built(
@@ -199,9 +193,7 @@ class ParallelVote(Vote):
         if not self.config.sharded:  # whose votes may be a folder
             super().refuse()
         if self.config.vote != "majority":
-            raise UsageError(
-                "--vote mean adds up real numbers, whose sum depends on the order: use one process."
-            )
+            raise UsageError("--vote mean adds up real numbers, whose sum depends on the order: use one process.")
 
     def place(self, turn: str = "") -> Path:
         """Of this process's partial votes."""
@@ -256,10 +248,7 @@ class ShardedVote(ParallelVote):
 
 
 def _open_built(
-    start: Setting,
-    config: VoteConfig,
-    option: str,
-    build: Callable[[Callable[[], nn.Module], Checkpoint], Any],
+    start: Setting, config: VoteConfig, option: str, build: Callable[[Callable[[], nn.Module], Checkpoint], Any]
 ) -> tuple[Bound, Any]:
     """The target with a model of `build` in place of its own loader's, and what `build` gave."""
     from gradfix.tasks.loading import BUILDER
@@ -310,11 +299,7 @@ def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[
 
 
 def on_disk(
-    votes: SignVotes,
-    bound: Bound,
-    target: str,
-    origin: Mapping[str, Any] | None = None,
-    names: NameMap | None = None,
+    votes: SignVotes, bound: Bound, target: str, origin: Mapping[str, Any] | None = None, names: NameMap | None = None
 ) -> SignVotes:
     """The same votes under the checkpoint's own names, tied to its hash.
 
@@ -323,3 +308,10 @@ def on_disk(
     named = votes_to_disk(votes, names or bound.model, checkpoint)
     origin = votes.origin if origin is None else origin
     return named.changed(named, target_hash=target_fingerprint(checkpoint), probe={}, origin=origin)
+
+
+def plan_vote(config: VoteConfig) -> str:
+    """Data, task, few-shot set and target are checked; no model is loaded."""
+    shots = draw(setting(config), config, base=config.base)
+    target = open_checkpoint(config.target)
+    return f"would ask {target} about {len(shots.fewshot)} examples and write the votes to {config.out}"

@@ -220,7 +220,5 @@ def _messages(value: Any, where: str, *, answered: bool) -> list[dict[str, str]]
             raise DataError(f"{where}: every turn of 'messages' needs a role and a content.")
         turns.append({"role": turn["role"], "content": _text(turn.get("content"), "content", where)})
     if answered and turns[-1]["role"] != "assistant":
-        raise DataError(
-            f"{where}: the last turn is {turns[-1]['role']!r}; the answer must be the assistant's."
-        )
+        raise DataError(f"{where}: the last turn is {turns[-1]['role']!r}; the answer must be the assistant's.")
     return turns

@@ -64,9 +64,7 @@ def read_jsonl(path: Path) -> RawTable:
             raise DataError(f"{place}: the column {error} appears twice. Keep one.") from None
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", "nested too deeply")
-            raise DataError(
-                f"{place}: this line is not JSON ({reason}). One object per line is expected."
-            ) from None
+            raise DataError(f"{place}: this line is not JSON ({reason}). One object per line is expected.") from None
         if not isinstance(row, dict):
             raise DataError(f"{place}: expected an object with named columns, found {type(row).__name__}.")
         rows.append((row, place))
@@ -133,8 +131,7 @@ def read_parquet(path: Path) -> RawTable:
         reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise DataError(f"{path} is not a readable parquet file ({reason}).") from None
     return RawTable(
-        [(row, f"{path}:row {number}") for number, row in enumerate(rows)],
-        _class_names(table.schema.metadata or {}),
+        [(row, f"{path}:row {number}") for number, row in enumerate(rows)], _class_names(table.schema.metadata or {})
     )
 
 

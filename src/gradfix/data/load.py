@@ -17,16 +17,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from gradfix.data.columns import ColumnNames, Columns, make_row, plan_columns
-from gradfix.data.files import (
-    ALIASES,
-    READERS,
-    SPLITS,
-    RawTable,
-    image_tables,
-    is_table,
-    read_table,
-    split_called,
-)
+from gradfix.data.files import ALIASES, READERS, SPLITS, RawTable, image_tables, is_table, read_table, split_called
 from gradfix.data.rows import Row, exact_hash
 from gradfix.errors import DataError, GradfixError
 from gradfix.registry import unknown
@@ -97,9 +88,7 @@ def load_data(
     (name -> prompt or prompts); otherwise task.json does, then the file's own class names, then the values found.
     `splits` loads only these. `check_images=False` skips decoding every image once."""
     raw = _read(source, splits)
-    declared = {
-        name: value for name, value in (raw.task or {}).items() if name in ColumnNames.__annotations__
-    }
+    declared = {name: value for name, value in (raw.task or {}).items() if name in ColumnNames.__annotations__}
     asked = Columns(**columns).or_else(Columns(**declared))
     where = _name(source)
     rows, notes = _rows(raw, asked, where, drop_unlabelled)
@@ -167,18 +156,12 @@ def split_name(file: str) -> str | None:
 
 
 def _read_folder(folder: Path) -> _Raw:
-    home = (
-        folder / "data"
-        if not any(is_table(p) for p in folder.iterdir()) and (folder / "data").is_dir()
-        else folder
-    )
+    home = folder / "data" if not any(is_table(p) for p in folder.iterdir()) and (folder / "data").is_dir() else folder
     files: dict[str, list[Path]] = {}
     for path in sorted(home.iterdir()):
         name = split_name(path.name) if path.suffix.lower() in READERS else None
         if name is not None and not path.is_file():
-            raise DataError(
-                f"{path} is a folder or a link that leads nowhere; a data file is expected there."
-            )
+            raise DataError(f"{path} is a folder or a link that leads nowhere; a data file is expected there.")
         if name is not None:
             files.setdefault(name, []).append(path)
     if files:
@@ -225,11 +208,7 @@ def _prompts(task: Mapping[str, Any], path: Path) -> dict[str, Prompts]:
     if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
         labels = {label: label for label in labels}
     ok = isinstance(labels, dict) and labels and all(_is_prompt(prompt) for prompt in labels.values())
-    if (
-        not ok
-        or not isinstance(templates, list)
-        or not all(isinstance(t, str) and "{}" in t for t in templates)
-    ):
+    if not ok or not isinstance(templates, list) or not all(isinstance(t, str) and "{}" in t for t in templates):
         raise DataError(
             f'{path}: "labels" maps each label to a prompt or a list of prompts, '
             '"templates" lists strings with {} in them.'
@@ -237,9 +216,7 @@ def _prompts(task: Mapping[str, Any], path: Path) -> dict[str, Prompts]:
     if not templates:
         return labels
     listed = {name: [prompt] if isinstance(prompt, str) else prompt for name, prompt in labels.items()}
-    return {
-        name: [t.replace("{}", p) for t in templates for p in prompts] for name, prompts in listed.items()
-    }
+    return {name: [t.replace("{}", p) for t in templates for p in prompts] for name, prompts in listed.items()}
 
 
 def _is_prompt(value: Any) -> bool:
@@ -261,9 +238,7 @@ def _python_table(rows: Any, split: str) -> RawTable:
     out = []
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"{split}[{index}]: an example is a mapping of columns, not {type(row).__name__}."
-            )
+            raise DataError(f"{split}[{index}]: an example is a mapping of columns, not {type(row).__name__}.")
         out.append((dict(row), row.where if isinstance(row, Row) else f"{split}[{index}]"))
     return RawTable(out, names)
 
@@ -292,9 +267,7 @@ def load_hub(name: str, config: str | None = None, revision: str | None = None) 
         ) from None
 
 
-def _rows(
-    raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool
-) -> tuple[dict[str, list[Row]], list[str]]:
+def _rows(raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool) -> tuple[dict[str, list[Row]], list[str]]:
     out: dict[str, list[Row]] = {}
     notes = []
     for split, table in raw.tables.items():
@@ -350,9 +323,7 @@ def _refuse_odd_set(found: Sequence[str], count: int, raw: _Raw, asked: Columns,
     columns = ", ".join(map(repr, next(iter(raw.tables.values())).rows[0][0]))
     column = asked.label_column or "label"
     if len(found) == 1:
-        raise DataError(
-            f"{where}: every row has the label {found[0]!r}; at least two are needed. Columns: {columns}."
-        )
+        raise DataError(f"{where}: every row has the label {found[0]!r}; at least two are needed. Columns: {columns}.")
     if count >= 20 and len(found) > count / 2:
         raise DataError(
             f"{where}: column {column!r} has {len(found)} different values in {count} rows: no label. "

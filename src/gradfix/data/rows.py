@@ -71,9 +71,7 @@ def decode_image(value: Any, where: str) -> Image:
                 )
             return ImageOps.exif_transpose(picture).convert("RGB")
     except Image.DecompressionBombError:
-        raise DataError(
-            f"{where}: the image is far too large to decode safely. Scale it down first."
-        ) from None
+        raise DataError(f"{where}: the image is far too large to decode safely. Scale it down first.") from None
     except UnidentifiedImageError:
         raise DataError(f"{where}: this is not an image any more (unknown or damaged format).") from None
     except DataError:
@@ -137,10 +135,7 @@ def _text_bytes(value: Any) -> bytes:
     if not isinstance(value, str):
         turns = question(value)
         value = json.dumps([[turn.get("role"), turn.get("content")] for turn in turns], ensure_ascii=False)
-    return (
-        " ".join(unicodedata.normalize("NFKC", value).casefold().split()).encode("utf-8", "surrogatepass")
-        + b"\0"
-    )
+    return " ".join(unicodedata.normalize("NFKC", value).casefold().split()).encode("utf-8", "surrogatepass") + b"\0"
 
 
 def _image_bytes(value: Any) -> bytes:

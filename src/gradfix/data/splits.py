@@ -17,11 +17,7 @@ Examples = Sequence[Mapping[str, Any]]
 
 
 def few_shot(
-    examples: Examples,
-    per_class: int,
-    seed: int = 0,
-    allow_fewer: bool = False,
-    labels: Sequence[str] | None = None,
+    examples: Examples, per_class: int, seed: int = 0, allow_fewer: bool = False, labels: Sequence[str] | None = None
 ) -> list[int]:
     """Indices of `per_class` examples of every label; rows without labels count as one class.
 
@@ -54,14 +50,10 @@ def folds(examples: Examples, k: int, seed: int = 0) -> list[tuple[list[int], li
         raise UsageError(f"{k} folds cannot hold anything out; give 2 or more.")
     if len(examples) < k:
         raise DataError(f"{len(examples)} examples cannot be cut into {k} folds.")
-    contents = [
-        content_of(example) if _shows(example) else str(index) for index, example in enumerate(examples)
-    ]
+    contents = [content_of(example) if _shows(example) else str(index) for index, example in enumerate(examples)]
     k = min(k, len(set(contents)))
     if k < 2:
-        raise DataError(
-            f"all {len(examples)} examples are the same; none can be held out. Add different ones."
-        )
+        raise DataError(f"all {len(examples)} examples are the same; none can be held out. Add different ones.")
     held: list[list[int]] = [[] for _ in range(k)]
     homes: dict[str, int] = {}
     for label, members in _by_label(examples).items():

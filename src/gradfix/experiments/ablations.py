@@ -40,9 +40,7 @@ def masks(ask: Questions) -> PaperTable:
     tasks = ask.suite.tasks(pair)
     lines = {method: fixed_line(ask, pair, method) for method in ("zero_shot", "fine_tuned")}
     for mask in ("agree", "force", "magnitude"):
-        values = {
-            task: [ask.measure("oracle_mask", pair=pair, task=task, mask=mask)["accuracy"]] for task in tasks
-        }
+        values = {task: [ask.measure("oracle_mask", pair=pair, task=task, mask=mask)["accuracy"]] for task in tasks}
         lines[f"oracle {mask}"] = Line(pair, f"oracle, {mask}", None, values, paper.masks(f"oracle {mask}"))
     for method in ("gradfix", "force", "magnitude", "random"):
         line = seeded_line(ask, pair, method, shots)
@@ -116,8 +114,7 @@ def sign_agreement(ask: Questions) -> PaperTable:
     rising, uneven = [], []
     for task in ask.suite.tasks(pair):
         found = {
-            shots: ask.measure("agreement", pair=pair, task=task, shots=shots, seed=seed)
-            for shots in ask.grid.budgets
+            shots: ask.measure("agreement", pair=pair, task=task, shots=shots, seed=seed) for shots in ask.grid.budgets
         }
         blocks = list(dict.fromkeys(block for answer in found.values() for block in answer["blocks"]))
         for block in blocks:
@@ -197,15 +194,12 @@ def random_task_vector(ask: Questions) -> PaperTable:
     for pair in ask.suite.pairs:
         zero = fixed_line(ask, pair, "zero_shot")
         noise, ours = (
-            [seeded_line(ask, pair, method, shots) for shots in ask.grid.main]
-            for method in ("random_tau", "gradfix")
+            [seeded_line(ask, pair, method, shots) for shots in ask.grid.main] for method in ("random_tau", "gradfix")
         )
         lines += [zero, *(line for both in zip(noise, ours, strict=True) for line in both)]
         shown = f"random vector {text(noise[-1].mean)}, GradFix {text(ours[-1].mean)}, zero-shot {text(zero.mean)}"
         shown += f" at {ask.grid.main[-1]} per class"
-        wins = beats(
-            f"{pair}: GradFix beats a random vector under the same mask.", *zip(ours, noise, strict=True)
-        )
+        wins = beats(f"{pair}: GradFix beats a random vector under the same mask.", *zip(ours, noise, strict=True))
         level = stays(f"{pair}: a random vector under the voted mask stays at zero-shot level.", noise, zero)
         claims += [replace(wins, evidence=shown), replace(level, evidence=shown)]
     return PaperTable(*accuracy_table(lines), claims)
@@ -227,8 +221,7 @@ def generalisation(ask: Questions) -> PaperTable:
     found = {}
     for who in SIDES:
         found[who] = {
-            task: ask.measure("support", pair=pair, task=task, who=who, shots=shots, seed=seed)
-            for task in tasks
+            task: ask.measure("support", pair=pair, task=task, who=who, shots=shots, seed=seed) for task in tasks
         }
         row: list[Cell] = [names[who]]
         for task in tasks:

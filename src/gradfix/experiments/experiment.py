@@ -127,9 +127,7 @@ EXPERIMENTS: Registry[Experiment] = Registry("table")
 Run = Callable[[Questions], PaperTable]
 
 
-def experiment(
-    name: str, title: str, needs: Callable[[Suite], str] = lambda suite: ""
-) -> Callable[[Run], Run]:
+def experiment(name: str, title: str, needs: Callable[[Suite], str] = lambda suite: "") -> Callable[[Run], Run]:
     def add(run: Run) -> Run:
         EXPERIMENTS.register(name)(Experiment(run, title, paper.LABELS[name], needs))
         return run
@@ -174,8 +172,7 @@ def fixed_line(ask: Questions, pair: str, method: str) -> Line:
 
 def seeded_line(ask: Questions, pair: str, method: str, shots: int) -> Line:
     values = {
-        task: [answer["accuracy"] for answer in ask.seeded(pair, task, method, shots)]
-        for task in ask.suite.tasks(pair)
+        task: [answer["accuracy"] for answer in ask.seeded(pair, task, method, shots)] for task in ask.suite.tasks(pair)
     }
     known = paper.accuracies(ask.suite.paper_model(pair), method, shots)
     return Line(pair, title(method), shots, values, known, method)

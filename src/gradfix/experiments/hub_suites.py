@@ -253,9 +253,7 @@ class OpenClipSuite(HubSuite):
         return [TaskVector.between(self.where(name), self.finetuned(name, task)) for name in names]
 
 
-T5: Mapping[str, ModelPair] = {
-    "T5": ModelPair("google/t5-v1_1-base", "google/flan-t5-base", 248e6, 248e6, 64)
-}
+T5: Mapping[str, ModelPair] = {"T5": ModelPair("google/t5-v1_1-base", "google/flan-t5-base", 248e6, 248e6, 64)}
 
 
 @SUITES.register("t5")

@@ -56,12 +56,7 @@ class Question(NamedTuple):
     @property
     def place(self) -> tuple[str, str, int, int]:
         """Questions of one place share a model and its votes."""
-        return (
-            str(self.get("pair") or ""),
-            str(self.get("task") or ""),
-            self.get("shots") or 0,
-            self.get("seed") or 0,
-        )
+        return (str(self.get("pair") or ""), str(self.get("task") or ""), self.get("shots") or 0, self.get("seed") or 0)
 
     def __str__(self) -> str:
         shown = ", ".join(str(value) for _, value in self.arguments if value is not None)
@@ -183,15 +178,7 @@ def run_agreement(opened: OpenSuite, *, pair: str, task: str, shots: int, seed: 
 
 @MEASURES.register("merged")
 def run_merged(
-    opened: OpenSuite,
-    *,
-    pair: str,
-    setting: str,
-    task: str | None,
-    combiner: str,
-    pipeline: str,
-    shots: int,
-    seed: int,
+    opened: OpenSuite, *, pair: str, setting: str, task: str | None, combiner: str, pipeline: str, shots: int, seed: int
 ) -> Answer:
     """One merged model: several tasks of one source, or several sources of one task; one alpha for all tasks."""
     tasks = list(opened.suite.tasks(pair)) if task is None else [task]
@@ -243,12 +230,7 @@ def run_support(opened: OpenSuite, *, pair: str, task: str, who: str, shots: int
 def run_counts(opened: OpenSuite, *, pair: str, task: str) -> Answer:
     """Sizes, counted from the data and the opened model."""
     scene = opened.scene(pair, task)
-    return {
-        "samples": scene.samples,
-        "classes": scene.classes,
-        "parameters": scene.parameters,
-        "tokens": scene.tokens,
-    }
+    return {"samples": scene.samples, "classes": scene.classes, "parameters": scene.parameters, "tokens": scene.tokens}
 
 
 def _chosen(arena: Trial, support: Support, update: TaskVector) -> Answer:

@@ -124,9 +124,7 @@ def load(declared: Declared, local: Mapping[str, str]) -> Dataset:
     kept = without_overlap(parts["train"], parts["validation"], parts["test"])
     notes = [*data.notes]
     if len(kept) < len(parts["train"]):
-        notes.append(
-            f"{len(parts['train']) - len(kept)} training examples are also in validation or test; dropped."
-        )
+        notes.append(f"{len(parts['train']) - len(kept)} training examples are also in validation or test; dropped.")
     parts["train"] = [parts["train"][index] for index in kept]
     return Dataset(parts, data.labels, declared.hub, tuple(notes))
 
@@ -165,6 +163,4 @@ def _cut(train: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """A tenth of the training split for choosing, at most 5000 examples, the same ones every time."""
     count = min(VALIDATION_MOST, max(1, round(VALIDATION_SHARE * len(train))))
     held = set(random.Random(0).sample(range(len(train)), count))
-    return [row for index, row in enumerate(train) if index not in held], [
-        train[index] for index in sorted(held)
-    ]
+    return [row for index, row in enumerate(train) if index not in held], [train[index] for index in sorted(held)]

@@ -155,10 +155,7 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 def _write(content: Mapping[str, Mapping[str, Any]], out: Path) -> None:
     """One Markdown and one JSON file per table, and the figures."""
-    from gradfix.experiments.document import (
-        draw,
-        markdown,
-    )  # a script as well: imported early, it would run twice
+    from gradfix.experiments.document import draw, markdown  # a script as well: imported early, it would run twice
 
     for name, table in content.items():
         path = out / "tables" / f"{name}.json"
@@ -168,9 +165,7 @@ def _write(content: Mapping[str, Mapping[str, Any]], out: Path) -> None:
             draw(table["figure"], table["title"], out / "figures" / name)
 
 
-def answer_all(
-    suite: Suite, store: Path, questions: Sequence[Question], stage: Stage
-) -> dict[Question, Answer]:
+def answer_all(suite: Suite, store: Path, questions: Sequence[Question], stage: Stage) -> dict[Question, Answer]:
     """Every answer; questions of one place are answered together, by as many processes as the suite likes."""
     opened = OpenSuite(suite, store)
     found = {question: known for question in questions if (known := opened.known(question)) is not None}
@@ -182,9 +177,7 @@ def answer_all(
     return found
 
 
-def _answered(
-    suite: Suite, opened: OpenSuite, groups: Sequence[list[Question]]
-) -> Iterator[tuple[Question, Answer]]:
+def _answered(suite: Suite, opened: OpenSuite, groups: Sequence[list[Question]]) -> Iterator[tuple[Question, Answer]]:
     workers = min(suite.processes, os.cpu_count() or 1, len(groups))
     if workers < 2:
         for group in groups:
@@ -192,9 +185,7 @@ def _answered(
                 yield question, opened.answer(question)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        workers, mp_context=spawn, initializer=_start, initargs=(suite, opened.store)
-    ) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(suite, opened.store)) as pool:
         jobs = {pool.submit(_work, group): group for group in sorted(groups, key=len, reverse=True)}
         try:
             for job in as_completed(jobs):

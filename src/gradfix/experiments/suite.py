@@ -4,7 +4,7 @@ An experiment knows pairs and tasks by name only; a suite opens them. The paper'
 fits into a wheel are the same thing to an experiment. The pocket suite is the embedded models and images, and runs
 anywhere: base A has two successors, so there are two pairs, "unrelated" on every task and "related" where its
 fine-tunes are shipped. The clean images are the support set. The fine-tunes were made with their own recipe (see
-`gradfix.pocket.train`), not with the paper's."""
+`scripts.pocket.train`), not with the paper's."""
 
 from __future__ import annotations
 
@@ -135,9 +135,7 @@ FULL = Grid(
     selection=(1, 5, 20),
     curve=5,
     seeds=(0, 1, 2),
-    search=Search(
-        alphas=(0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0), wider=(), rates=(1e-4, 3e-4), steps=(8, 16, 32)
-    ),
+    search=Search(alphas=(0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0), wider=(), rates=(1e-4, 3e-4), steps=(8, 16, 32)),
 )
 QUICK = Grid(
     budgets=(1, 5),
@@ -210,9 +208,7 @@ class PocketSuite(Suite):
             return align(pocket.model(given.base), bound.model, method=how).apply(tau)
 
         splits = Splits(
-            _examples("train", task),
-            _examples("validation", task),
-            _examples("test", task, TESTED[self.quick]),
+            _examples("train", task), _examples("validation", task), _examples("test", task, TESTED[self.quick])
         )
         tuned = lambda: TaskVector.between(given.target, given.target_tuned)  # noqa: E731
         arena = Trial(

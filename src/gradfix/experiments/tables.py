@@ -30,11 +30,7 @@ from gradfix.methods.methods import METHODS, flops
 FIXED = ("zero_shot", "fine_tuned", "naive", "oracle", "transfusion")
 BUDGETED = ("one_step", "few_shot", "gradfix")
 COMBINERS = {"task_arithmetic": "task arithmetic", "ties": "TIES"}
-PIPELINES = {
-    "baseline": "baseline",
-    "mask_then_merge": "mask, then merge",
-    "merge_then_mask": "merge, then mask",
-}
+PIPELINES = {"baseline": "baseline", "mask_then_merge": "mask, then merge", "merge_then_mask": "merge, then mask"}
 SETTINGS = {"tasks": "several tasks", "sources": "several sources"}
 STEPS, BATCH = 2000, 128  # the paper's recipe for a full fine-tune
 
@@ -55,9 +51,7 @@ def transport(ask: Questions) -> PaperTable:
     for pair in ask.suite.pairs:
         fixed = {method: fixed_line(ask, pair, method) for method in FIXED}
         budgeted = {
-            (method, shots): seeded_line(ask, pair, method, shots)
-            for shots in ask.grid.main
-            for method in BUDGETED
+            (method, shots): seeded_line(ask, pair, method, shots) for shots in ask.grid.main for method in BUDGETED
         }
         lines += [*fixed.values(), *budgeted.values()]
         claims += _transport_claims(pair, fixed, budgeted, ask.grid.main)
@@ -201,9 +195,7 @@ def merging(ask: Questions) -> PaperTable:
         "a merge that only harms shows as the untouched target."
     ]
     if not ask.suite.source_tasks():
-        notes.append(
-            f"the {ask.suite.name} suite has one source per task: several sources were not measured."
-        )
+        notes.append(f"the {ask.suite.name} suite has one source per task: several sources were not measured.")
     return PaperTable(*accuracy_table(list(lines.values())), _merge_claims(lines, zero), notes=notes)
 
 
@@ -241,9 +233,7 @@ def supervision(ask: Questions) -> PaperTable:
             if ours is not None and theirs is not None:
                 agree.append(abs(ours - theirs) <= max(0.01, 0.1 * theirs))
     evidence = f"{sum(agree)} of {len(agree)} shares"
-    claims = (
-        [Claim("The shares are the paper's (within a tenth).", verdict(agree), evidence)] if agree else []
-    )
+    claims = [Claim("The shares are the paper's (within a tenth).", verdict(agree), evidence)] if agree else []
     header = ["task", "samples", "classes", "per class", "percent", "paper samples", "paper percent"]
     sizes = {task: [samples, classes] for task, (samples, classes, _) in paper.SUPERVISION.items()}
     return PaperTable(header, rows, claims, {"figures": sizes})

@@ -90,9 +90,7 @@ class Merge:
         for name in given:
             if name not in known:
                 choices = [n for n in known if n != "weights"]
-                raise UsageError(
-                    unknown("option of this merge", name, choices) if choices else _no_option(name)
-                )
+                raise UsageError(unknown("option of this merge", name, choices) if choices else _no_option(name))
         if "weights" in known:
             given["weights"] = _weights(weights, bundle.count)
         elif weights is not None:

@@ -79,9 +79,7 @@ class OpenVector:
 class Differences(Bundle):
     """The vectors as differences read from files, masked by their ballots where they have one."""
 
-    def __init__(
-        self, vectors: list[OpenVector], fates: Fates, counting: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, vectors: list[OpenVector], fates: Fates, counting: Callable[[int], None] | None = None) -> None:
         self.vectors, self.pool, self.counting = vectors, PieceWorkers(), counting
         self.count = len(vectors)
         tied = fates.tied
@@ -119,8 +117,7 @@ class Differences(Bundle):
         sources = {id(c): c for vector in self.vectors for c in (vector.base, vector.tuned)}
         entries = math.prod(self.shapes[name])
         ballots = [
-            v.ballot.pieces(name, entries, size) if v.ballot and v.ballot.has(name) else None
-            for v in self.vectors
+            v.ballot.pieces(name, entries, size) if v.ballot and v.ballot.has(name) else None for v in self.vectors
         ]
         for pieces in zip(*(read(source) for source in sources.values()), strict=True):
             seen = [None if ballot is None else next(ballot) for ballot in ballots]
@@ -265,9 +262,7 @@ class _Combination(Piece):
     def _blame(self, vector: OpenVector, part: Raw) -> None:
         for checkpoint in (vector.base, vector.tuned):
             if not all_finite(part.pieces[id(checkpoint)]):
-                raise CorruptInput(
-                    f"tensor {self.name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
-                )
+                raise CorruptInput(f"tensor {self.name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it.")
 
     def suspects(self) -> list[tuple[Checkpoint, Tensor]]:
         """The vectors have been checked while they were counted."""

@@ -133,9 +133,7 @@ class _MergeJob:
 
     The method's statistics are taken; none are needed to stay `still`."""
 
-    def __init__(
-        self, target: Source | Checkpoint, vectors: Sequence[Vector], how: _How, still: bool = False
-    ) -> None:
+    def __init__(self, target: Source | Checkpoint, vectors: Sequence[Vector], how: _How, still: bool = False) -> None:
         _check_order(how.order, vectors)
         chosen, self.how = MERGES[how.method], how
         opened: dict[Any, Checkpoint] = {}
@@ -156,9 +154,7 @@ class _MergeJob:
         weights = None if all(vector.weight == 1 for vector in vectors) else [v.weight for v in vectors]
         seed = how.seed if "seed" in chosen.options else None
         self.options = method_options(how.method, how.density, seed, dict(how.options))
-        rule = (
-            (lambda place, pieces: pieces[0]) if still else chosen.prepare(self.bundle, weights, self.options)
-        )
+        rule = (lambda place, pieces: pieces[0]) if still else chosen.prepare(self.bundle, weights, self.options)
         settings = [how.method, how.order, weights, self.options]
         self.update = Combined(self.bundle, chosen, rule, self.hashes, settings)
 
@@ -262,9 +258,7 @@ def _check_order(order: str, vectors: Sequence[Vector]) -> None:
     if not vectors:
         raise UsageError("there is nothing to merge: give at least one vector.")
     if order == "plain" and any(vector.votes is not None for vector in vectors):
-        raise UsageError(
-            "order 'plain' uses no votes; choose mask_then_merge or merge_then_mask, or drop them."
-        )
+        raise UsageError("order 'plain' uses no votes; choose mask_then_merge or merge_then_mask, or drop them.")
 
 
 def _open_once(

@@ -116,9 +116,7 @@ def consensus(votes: Sequence[SignVotes]) -> SignVotes:
                 )
     dtype = dtype_for(len(votes))
     tensors = {
-        name: torch.stack([task[name].sign().to(first[name].device, dtype) for task in votes]).sum(
-            0, dtype=dtype
-        )
+        name: torch.stack([task[name].sign().to(first[name].device, dtype) for task in votes]).sum(0, dtype=dtype)
         for name in first
     }
     return SignVotes(
@@ -149,22 +147,16 @@ def mask_then_merge(
     task: the target's votes are computed once). `kept` is the mean over the vectors."""
     directions = list(votes) if isinstance(votes, Sequence) else [votes] * len(vectors)
     if len(directions) != len(vectors):
-        raise UsageError(
-            f"{len(directions)} votes for {len(vectors)} vectors; give one each, or one for all."
-        )
+        raise UsageError(f"{len(directions)} votes for {len(vectors)} vectors; give one each, or one for all.")
     seed = None if generator is None else seed_of(generator)
     moved = [
-        transport(
-            tau, direction, mask, margin=margin, generator=None if seed is None else mask_seed(seed, number)
-        )
+        transport(tau, direction, mask, margin=margin, generator=None if seed is None else mask_seed(seed, number))
         for number, (tau, direction) in enumerate(zip(vectors, directions, strict=True))
     ]
     used = seed if "seed" in MERGES[method].options else None
     update = merge([part.update for part in moved], method, weights, density, generator=used, **options)
     kept = {name: sum(part.kept[name] for part in moved) / len(moved) for name in update}
-    return Transported(
-        update, kept, _config("mask_then_merge", method, weights, density, **moved[0].config, **options)
-    )
+    return Transported(update, kept, _config("mask_then_merge", method, weights, density, **moved[0].config, **options))
 
 
 def merge_then_mask(
@@ -196,8 +188,6 @@ def mask_seed(seed: int, number: int) -> int:
     return seed + number
 
 
-def _config(
-    order: str, method: str, weights: Sequence[float] | None, density: Density, **rest: Any
-) -> dict[str, Any]:
+def _config(order: str, method: str, weights: Sequence[float] | None, density: Density, **rest: Any) -> dict[str, Any]:
     trims = {"density": density} if "density" in MERGES[method].options else {}
     return {"order": order, "method": method, "weights": weights, **trims, **rest}

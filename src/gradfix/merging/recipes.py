@@ -172,9 +172,7 @@ def from_mergekit(path: str | os.PathLike[str]) -> Imported:
     where, content = str(path), load_yaml(path)
     method = content.get("merge_method")
     if method not in IMPORTED:
-        raise UsageError(
-            f"{where}: merge_method {method!r} cannot be imported; there are: {', '.join(IMPORTED)}."
-        )
+        raise UsageError(f"{where}: merge_method {method!r} cannot be imported; there are: {', '.join(IMPORTED)}.")
     for key in content:
         if key not in _KNOWN | _SILENT:
             raise UsageError(f"{where}: {key!r} has no counterpart here (whole models only, no slices).")
@@ -220,13 +218,9 @@ def _method_values(method: str, vectors: list[dict[str, Any]], shared: Mapping[s
 def _notes(method: str, content: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     if method == "ties":
-        notes.append(
-            "trimmed per tensor as mergekit does; drop options.per_tensor for the paper's global trim"
-        )
+        notes.append("trimmed per tensor as mergekit does; drop options.per_tensor for the paper's global trim")
     if method.startswith("dare"):
-        notes.append(
-            "survivors are divided by the density (the paper); mergekit matches each tensor's L1 norm"
-        )
+        notes.append("survivors are divided by the density (the paper); mergekit matches each tensor's L1 norm")
     if any(content.get(key) for key in _SILENT):
         notes.append("tokenizer and chat template come from the target")
     return tuple(notes)

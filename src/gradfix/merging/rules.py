@@ -80,12 +80,7 @@ def ties(
 
 @merge_method("dare_linear")
 def dare_linear(
-    bundle: Bundle,
-    *,
-    weights: list[float],
-    density: Sequence[float] = DENSITY,
-    seed: int,
-    rescale: bool = True,
+    bundle: Bundle, *, weights: list[float], density: Sequence[float] = DENSITY, seed: int, rescale: bool = True
 ) -> Rule:
     """sum_t w_t m_t tau_t / density, m_t ~ Bernoulli(density) (Yu et al. 2024).
 
@@ -132,9 +127,7 @@ def breadcrumbs(
     Of each tensor's n entries the floor(gamma n) largest are outliers, the next max(1, floor(density n)) are
     kept (with what equals the first or the last of them), the rest is noise."""
     if not 0 <= gamma < 1 or any(gamma + share > 1 for share in density):
-        raise UsageError(
-            f"gamma must be at least 0, and gamma + density at most 1; got {gamma} and {density}."
-        )
+        raise UsageError(f"gamma must be at least 0, and gamma + density at most 1; got {gamma} and {density}.")
 
     def ends(vector: int, entries: int) -> list[int]:
         outliers = int(gamma * entries)
@@ -202,9 +195,7 @@ def slerp(bundle: Bundle, *, t: float = 0.5) -> Rule:
     gram = _gram(bundle)
     cosine = _cosine(gram, 0, 1)
     if cosine < -PARALLEL:
-        raise UnsafeResult(
-            f"the two vectors point in opposite directions (cosine {cosine:.4f}): no arc joins them."
-        )
+        raise UnsafeResult(f"the two vectors point in opposite directions (cosine {cosine:.4f}): no arc joins them.")
     weights = [1 - t, t]
     if cosine <= PARALLEL and gram[0][0] > 0 and gram[1][1] > 0:
         angle = math.acos(cosine)

@@ -122,12 +122,7 @@ class _Run:
 
     def results(self, pair: str | None, command: str | None) -> Results:
         units = self.all()
-        rows = [
-            self.row(unit, k, seed, pair)
-            for k in self.shots
-            for seed in self.seeds
-            for unit in units[k, seed]
-        ]
+        rows = [self.row(unit, k, seed, pair) for k in self.shots for seed in self.seeds for unit in units[k, seed]]
         kept = [name for name in self.names if name not in self.left_out]
         provenance = {
             "pair": pair, "command": command, **self.opened.provenance(),
@@ -257,9 +252,7 @@ class _Run:
         here = f"{shots}-{seed}"
         fixed = METHODS[unit["method"]].traits.fixed and self.trial.regime == "validation"
         parts = {
-            name: unit["parts"][name]
-            for name in ("rate", "steps", "start_alpha", "tie_rate")
-            if name in unit["parts"]
+            name: unit["parts"][name] for name in ("rate", "steps", "start_alpha", "tie_rate") if name in unit["parts"]
         }
         return {
             "pair": pair,
@@ -300,12 +293,7 @@ class _Run:
                     )
                 if "agreement" in parts:
                     found["agreement"].append(
-                        {
-                            **where,
-                            "rule": parts["rule"],
-                            "with": parts["agreement_with"],
-                            "blocks": parts["agreement"],
-                        }
+                        {**where, "rule": parts["rule"], "with": parts["agreement_with"], "blocks": parts["agreement"]}
                     )
                 if "kept" in parts and METHODS[unit["method"]].traits.keeps:
                     found["kept"].append({**where, "blocks": parts["kept"]})

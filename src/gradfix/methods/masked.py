@@ -98,9 +98,7 @@ class Masked:
         settings: dict[int, Setting] = {}
         for margin in trial.search.margins if self.margin is None else [self.margin]:
             # Margins between two vote counts give the same mask; ask once.
-            settings.setdefault(
-                int(margin * len(support.examples) + 1e-9), self._vetoed(tau, support, margin, plain)
-            )
+            settings.setdefault(int(margin * len(support.examples) + 1e-9), self._vetoed(tau, support, margin, plain))
         return list(settings.values())
 
     def _vetoed(self, tau: TaskVector, support: Support, margin: float, plain: str | None) -> Setting:
@@ -141,6 +139,4 @@ def shipped(trial: Trial, choice: Choice, support: Support, moved: Transported |
         whole = sum(sizes.values())
         parts["kept_share"] = sum(share * sizes[name] for name, share in changed.items()) / whole
     score = choice.curve.score if choice.curve is not None else None
-    return Outcome(
-        update, choice.alpha, None, score, choice.notes, parts, choice.curve, chosen_by=trial.regime
-    )
+    return Outcome(update, choice.alpha, None, score, choice.notes, parts, choice.curve, chosen_by=trial.regime)

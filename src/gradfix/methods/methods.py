@@ -18,6 +18,7 @@ from gradfix.methods.method import (
     CEILING,
     FLOOR,
     FREE,
+    METHODS as METHODS,  # noqa: PLC0414  filled by this module
     STEPPED,
     TRAINED,
     TRAINED_IN_FULL,
@@ -27,7 +28,6 @@ from gradfix.methods.method import (
     Traits,
     method,
 )
-from gradfix.methods.method import METHODS as METHODS  # noqa: PLC0414  filled by this module
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.registry import unknown
@@ -132,14 +132,7 @@ def traits_of(name: str, kept: Mapping[str, Any] | None = None) -> Traits:
 
 
 def flops(
-    name: str,
-    parameters: int,
-    samples: int,
-    *,
-    tokens: float = 1.0,
-    steps: int = 1,
-    scored: int = 0,
-    settings: int = 1,
+    name: str, parameters: int, samples: int, *, tokens: float = 1.0, steps: int = 1, scored: int = 0, settings: int = 1
 ) -> float:
     """Operations of one run of a method on `samples` labelled samples (per step, where it takes `steps`).
 
@@ -147,7 +140,5 @@ def flops(
     the usual tables leave out; it is added when given."""
     cost = METHODS[name].cost if name in METHODS else None
     if cost is None:
-        raise UsageError(
-            unknown("costed method", name, [n for n, m in METHODS.items() if m.cost is not None])
-        )
+        raise UsageError(unknown("costed method", name, [n for n, m in METHODS.items() if m.cost is not None]))
     return (cost.work(samples, steps) + Work(forward=scored * settings)).flops(parameters, tokens)

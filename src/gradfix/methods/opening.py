@@ -117,9 +117,7 @@ class Opened:
         if request.work is not None:
             self.folder = Folder(request.work, digest(self.identity), digest(self._votes_identity()))
         tau = TaskVector.of(self.trio)
-        lenders = replace(
-            lenders_of(self.trio, self.bound, tau, self.task), tuned_target=self._tuned_target()
-        )
+        lenders = replace(lenders_of(self.trio, self.bound, tau, self.task), tuned_target=self._tuned_target())
         self.trial = Trial(
             self.bound, tau, self.splits,
             search=request.search, passes=request.passes, store=self.folder, lenders=lenders,

@@ -51,17 +51,13 @@ class Results:
         for pair in pairs:
             mine = [row for row in filled if row.get("pair") == pair]
             if len({row["regime"] for row in mine}) > 1:
-                raise UsageError(
-                    "rows chosen on validation data and rows chosen on folds cannot be compared."
-                )
+                raise UsageError("rows chosen on validation data and rows chosen on folds cannot be compared.")
             for shots in dict.fromkeys(row["shots"] for row in mine):
                 verdicts.append(judge([row for row in mine if row["shots"] == shots], titles, traits))
         baselines = {pair: _baselines([r for r in filled if r.get("pair") == pair], traits) for pair in pairs}
         return cls(
             rows=filled,
-            baselines=baselines[pairs[0]]
-            if len(pairs) == 1
-            else {str(pair): b for pair, b in baselines.items()},
+            baselines=baselines[pairs[0]] if len(pairs) == 1 else {str(pair): b for pair, b in baselines.items()},
             verdict=_headline(verdicts),
             verdicts=verdicts,
             **details,
@@ -72,9 +68,7 @@ class Results:
         """Several pairs side by side; each part must have its own pair name."""
         names = [pair for part in parts for pair in part.pairs()]
         if len(set(names)) != len(names):
-            raise UsageError(
-                f"two comparisons share a pair name: {', '.join(map(str, names))}. Give each its own."
-            )
+            raise UsageError(f"two comparisons share a pair name: {', '.join(map(str, names))}. Give each its own.")
         joined: dict[str, Any] = {"titles": {}, "traits": {}, "versions": parts[0].versions}
         for part in parts:
             joined["titles"].update(part.titles)

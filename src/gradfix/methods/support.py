@@ -41,9 +41,7 @@ class Support:
             return [self.whole]
         self._cut()
         return [
-            View(
-                tuple(e for k, part in enumerate(self.parts) if k != left for e in part), f"fold-{left}", left
-            )
+            View(tuple(e for k, part in enumerate(self.parts) if k != left for e in part), f"fold-{left}", left)
             for left in range(len(self.parts))
         ]
 
@@ -98,9 +96,7 @@ class Support:
         where = [str(getattr(example, "where", f"example {n}")) for n, example in enumerate(part, 1)]
         batches = Batches(trial.bound.collate, part, trial.passes.batch_size, where)
         partial = trial.store.partial(self._key("votes", number))
-        votes = collect_votes(
-            trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial
-        )
+        votes = collect_votes(trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial)
         trial.bill.own += Work(forward=len(part), backward=len(part))
         return votes
 

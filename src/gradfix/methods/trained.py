@@ -88,9 +88,7 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
 
     def run(examples: Sequence[Example]) -> Best:
         try:
-            return best(
-                trial.bound, trial.tau, examples, teacher=trial.teacher(), unlabelled=extra, seed=support.seed
-            )
+            return best(trial.bound, trial.tau, examples, teacher=trial.teacher(), unlabelled=extra, seed=support.seed)
         except (DataError, UsageError) as error:
             raise NotHere(str(error)) from error
 
@@ -159,14 +157,7 @@ def _path(
 
 
 def _tuned(
-    trial: Trial,
-    support: Support,
-    view: View,
-    rate: float,
-    steps: int,
-    *,
-    batch: int,
-    start: Start | None = None,
+    trial: Trial, support: Support, view: View, rate: float, steps: int, *, batch: int, start: Start | None = None
 ) -> TaskVector:
     """The update that `steps` steps make, from the untouched target."""
     with restored(trial.model) as before:

@@ -98,10 +98,7 @@ class Trial:
         self.store, self.lenders = store or Store(), lenders or Lenders()
         self.bill = Bill()
         self._teacher: Bound | None = None
-        self.examples: dict[str, Sequence[Example]] = {
-            "test": splits.test,
-            "validation": splits.validation or (),
-        }
+        self.examples: dict[str, Sequence[Example]] = {"test": splits.test, "validation": splits.validation or ()}
         self._batches: dict[str, list[Batch]] = {}
         self._shared: dict[str, tuple[Any, Work]] = {}
         self._support: Support | None = None
@@ -160,9 +157,7 @@ class Trial:
         make = self.lenders.tuned_target
         if make is None:
             return None
-        return self.shared(
-            "named-target", lambda: self.by_module(self.shared("tuned-target", make, file=True))
-        )
+        return self.shared("named-target", lambda: self.by_module(self.shared("tuned-target", make, file=True)))
 
     def teacher(self) -> Bound | None:
         """The tuned old model, opened once; like the target's, its opening is on nobody's bill."""
@@ -186,9 +181,7 @@ class Trial:
         """Draw the set of this budget and seed and return the name of its batches."""
         name = self.set_name(shots, seed)
         if name not in self.examples:
-            picked = few_shot(
-                self.splits.train, shots, seed, self.passes.allow_fewer, self.bound.labels or None
-            )
+            picked = few_shot(self.splits.train, shots, seed, self.passes.allow_fewer, self.bound.labels or None)
             self.define(name, [self.splits.train[index] for index in picked])
         return name
 
@@ -242,9 +235,7 @@ class Trial:
 
     # -- choosing --------------------------------------------------------------------------------------
 
-    def choose(
-        self, support: Support, settings: Sequence[Setting], alphas: Sequence[float] | None = None
-    ) -> Choice:
+    def choose(self, support: Support, settings: Sequence[Setting], alphas: Sequence[float] | None = None) -> Choice:
         """The best setting and alpha by the score of this trial's regime.
 
         With `alphas` only those (and 0) are tried, without widening."""
@@ -285,12 +276,7 @@ class Trial:
         return Curve(points, _curve_notes(Curve(points), edge if wider else None))
 
     def _along(
-        self,
-        support: Support,
-        view: View,
-        setting: Setting,
-        alphas: Sequence[float],
-        known: Mapping[float, Score],
+        self, support: Support, view: View, setting: Setting, alphas: Sequence[float], known: Mapping[float, Score]
     ) -> dict[float, Score]:
         """One view's scores; with patience and a single view, a falling curve is not followed to its end."""
         out: dict[float, Score] = {}
@@ -331,9 +317,7 @@ def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:
         raise UnsafeResult("no alpha gives a finite loss; the update or the model is not finite.")
     notes = []
     if edge is not None and best >= edge and max(curve.points) > edge:
-        notes.append(
-            f"the best alpha lay at the edge {edge:g}, so the grid was widened to {max(curve.points):g}"
-        )
+        notes.append(f"the best alpha lay at the edge {edge:g}, so the grid was widened to {max(curve.points):g}")
     if best == max(curve.points):
         notes.append(f"the best alpha {best:g} is the largest one tried: a wider grid may do better")
     if best == 0:

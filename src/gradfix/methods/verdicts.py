@@ -198,7 +198,9 @@ def _against(verdict: Mapping[str, Any], following: str) -> str:
 def _check(verdict: Mapping[str, Any], accuracy: Mapping[str, float], name: Any) -> str:
     lost = verdict["over_zero_shot"]
     if lost is not None and lost < 0 and verdict["method"] != FLOOR:
-        return f"Test disagrees: it is {-lost:.1f} points below the target as it is. Do not ship it without more labels."
+        return (
+            f"Test disagrees: it is {-lost:.1f} points below the target as it is. Do not ship it without more labels."
+        )
     if verdict["test_agrees"]:
         return "Test agrees: nothing else scored higher there."
     top = verdict["best_on_test"]

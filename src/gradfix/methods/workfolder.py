@@ -62,9 +62,7 @@ class Folder(Store):
                 raise ValueError("other bytes than were written")
             value = SignVotes.load(path) if key.startswith("votes-") else TaskVector.load(path)
         except (GradfixError, ValueError, TypeError, KeyError, RecursionError):
-            raise CorruptInput(
-                f"{path} or the file beside it is damaged; remove both and run again."
-            ) from None
+            raise CorruptInput(f"{path} or the file beside it is damaged; remove both and run again.") from None
         return value, work
 
     def save(self, key: str, value: Any, work: Work) -> None:

@@ -2,7 +2,7 @@
 
 Base A is fine-tuned on a task and has two possible successors: `related` was continued from A's own
 ancestor, `unrelated` shares nothing with A but the architecture. The models and the scores in
-data/figures.json come from `python -m gradfix.pocket.train`; nothing is downloaded.
+data/figures.json come from `python -m scripts.pocket.train`; nothing is downloaded.
 
 `TASKS` names the shipped tasks, `PRIMARY` the one the demo uses, `CLASSES` the ten labels."""
 
@@ -76,8 +76,7 @@ def sources(task: str | None = None) -> tuple[list[Source], PocketPair]:
     names = ("A", "B_related")
     task = _known(task, names)
     found = [
-        Source(name, _to_module(shipped.read_base(name)), _to_module(shipped.read_tuned(name, task)))
-        for name in names
+        Source(name, _to_module(shipped.read_base(name)), _to_module(shipped.read_tuned(name, task))) for name in names
     ]
     return found, pair("unrelated", task)
 
@@ -96,10 +95,8 @@ def images(split: str, task: str | None = None) -> tuple[Tensor, Tensor]:
     The classes take turns, so the first 10 * k rows hold k of each."""
     import torch
 
-    from gradfix.pocket.fit import normalise
-
     pixels, labels = raw_images(split, task)
-    return normalise(torch.from_numpy(pixels)).contiguous(), torch.from_numpy(labels)
+    return shipped.normalise(torch.from_numpy(pixels)).contiguous(), torch.from_numpy(labels)
 
 
 def raw_images(split: str, task: str | None = None) -> tuple[NDArray[Any], NDArray[Any]]:

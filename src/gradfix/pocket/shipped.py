@@ -23,6 +23,7 @@ from gradfix.pocket.corruptions import CORRUPTIONS, Pixels
 from gradfix.registry import unknown
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import ViTForImageClassification
 
 DATA = Path(__file__).parent / "data"
@@ -236,3 +237,8 @@ def _png(image: Pixels) -> bytes:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def normalise(images: Tensor) -> Tensor:
+    """uint8 (n, 28, 28) to the three equal channels in [-1, 1] that the models read."""
+    return (images.float() / 127.5 - 1).unsqueeze(1).expand(-1, 3, -1, -1)

@@ -63,23 +63,18 @@ def curves(series: Sequence[Series], x_name: str, y_name: str) -> Markup:
         known = dict(mean)
         for alpha in sorted(set(one.chosen)):
             values = [
-                dict(run)[alpha]
-                for run, best in zip(one.runs, one.chosen)
-                if best == alpha and alpha in dict(run)
+                dict(run)[alpha] for run, best in zip(one.runs, one.chosen) if best == alpha and alpha in dict(run)
             ]
             if values:
                 x, y = place((alpha, known.get(alpha, sum(values) / len(values))))
-                parts.append(
-                    Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="3.4"/>').format(one.style, x, y)
-                )
+                parts.append(Markup('<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="3.4"/>').format(one.style, x, y))
     labels = Markup(
-        '<text class="axis" x="{:.0f}" y="{}" text-anchor="middle">{}</text>'
-        '<text class="axis" x="2" y="9">{}</text>'
+        '<text class="axis" x="{:.0f}" y="{}" text-anchor="middle">{}</text><text class="axis" x="2" y="9">{}</text>'
     ).format((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, x_name, y_name)
     title = ", ".join(one.name for one in series)
-    return Markup(
-        '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{} over {}: {}">{}{}</svg>'
-    ).format(WIDTH, HEIGHT + 4, y_name, x_name, title, Markup("").join(parts), labels)
+    return Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{} over {}: {}">{}{}</svg>').format(
+        WIDTH, HEIGHT + 4, y_name, x_name, title, Markup("").join(parts), labels
+    )
 
 
 def _grid(x_ticks: Sequence[float], y_ticks: Sequence[float], place: object) -> Markup:
@@ -88,12 +83,8 @@ def _grid(x_ticks: Sequence[float], y_ticks: Sequence[float], place: object) -> 
     for y in y_ticks:
         _, at = place((x_ticks[0], y))
         parts.append(
-            Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-                LEFT, WIDTH - RIGHT, at, at
-            )
-            + Markup('<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{:g}</text>').format(
-                LEFT - 6, at + 3.5, y
-            )
+            Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(LEFT, WIDTH - RIGHT, at, at)
+            + Markup('<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{:g}</text>').format(LEFT - 6, at + 3.5, y)
         )
     for x in x_ticks:
         at, bottom = place((x, y_ticks[0]))

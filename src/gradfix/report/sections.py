@@ -42,9 +42,7 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "caution": baseline_wins(main, results),
         "budgets": [_budget(results, pair, verdict) for verdict in verdicts],
         "agreement": _agreement([e for e in results.agreement if e["pair"] == pair]),
-        "kept": _kept(
-            [e for e in results.kept if e["pair"] == pair and e["shots"] == main["shots"]], results.title
-        ),
+        "kept": _kept([e for e in results.kept if e["pair"] == pair and e["shots"] == main["shots"]], results.title),
         "changed": [entry for entry in results.changed if entry["pair"] == pair],
         "provenance": [entry for entry in results.provenance if entry.get("pair") == pair],
         "regime": main["regime"],
@@ -88,9 +86,7 @@ def baseline_wins(verdict: Entry, results: Results) -> str | None:
     if not compared(verdict) or best is None or not results.traits_of(best).baseline:
         return None
     if best == verdict["method"]:
-        return (
-            f"A baseline wins here: nothing that looks at votes scored above {inline(title(best))} on test."
-        )
+        return f"A baseline wins here: nothing that looks at votes scored above {inline(title(best))} on test."
     return f"On test a baseline, {inline(title(best))}, scored highest; the choice was made on other data and is kept."
 
 
@@ -126,9 +122,7 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         "bars": sorted(rows, key=lambda row: -row["bar"]),
         "measured": "Test accuracy" if tested else "Held-out accuracy (there is no test split)",
         "zero": zero,
-        "samples": next(
-            (row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None
-        ),
+        "samples": next((row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None),
         "losses": [row for row in losses if row["method"] != FLOOR],
         "loss_top": top * 1.05 or 1.0,
         "curves": _curves(results, curve_entries, verdict["regime"]),

@@ -46,9 +46,7 @@ def parse(spec: str) -> tuple[Tracker, str]:
     if not where:
         raise UsageError(f"--track {name} needs a folder or project: --track {name}:NAME.")
     if find_spec(found.package) is None:
-        raise UsageError(
-            f"--track {name} needs the package {found.package}: run `pip install {found.package}`."
-        )
+        raise UsageError(f"--track {name} needs the package {found.package}: run `pip install {found.package}`.")
     return found, where
 
 
@@ -66,9 +64,7 @@ def scalars(results: Results) -> Iterator[tuple[str, float, int]]:
             if row[key] is not None:
                 yield f"{key}/{place}", float(row[key]), int(row["shots"])
     for curve in results.curves:
-        place = "/".join(
-            str(curve[key]) for key in ("pair", "method", "shots", "seed") if curve.get(key) is not None
-        )
+        place = "/".join(str(curve[key]) for key in ("pair", "method", "shots", "seed") if curve.get(key) is not None)
         for alpha, score in curve["points"]:
             yield f"alpha_curve/{place}", float(score), round(alpha * CURVE_STEPS)
 

@@ -68,9 +68,7 @@ class Ballot:
             self.copies[copy] = self.copies.setdefault(first, [first])
             self.copies[first].append(copy)
         if self.rule.sees == "reference":
-            raise UsageError(
-                "mask 'magnitude' needs gradients, which are not kept in votes files; use transport()."
-            )
+            raise UsageError("mask 'magnitude' needs gradients, which are not kept in votes files; use transport().")
         if self.rule.sees in ("chance", "nothing"):
             if self.rule.sees == "chance" and seed is None:
                 raise UsageError("the random masks need a seed.")
@@ -173,9 +171,7 @@ class _Consensus(Checkpoint):
         for task in self.tasks[1:]:
             odd = sorted(set(first.names()) ^ set(task.source.names()))
             if odd:
-                raise IncompatibleCheckpoints(
-                    f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}."
-                )
+                raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
             for name in first.names():
                 if first.info(name).shape != task.source.info(name).shape:
                     raise IncompatibleCheckpoints(f"votes for {name!r} differ in shape between the tasks.")

@@ -92,11 +92,7 @@ def _title(manifest: Mapping[str, Any]) -> str:
         return f"{_name(manifest, 'target')} as it is"
     if _trained_alone(manifest):
         return f"{_name(manifest, 'target')} fine-tuned on a few examples"
-    return (
-        f"{tuned} moved to {_name(manifest, 'target')}"
-        if tuned
-        else f"An update of {_name(manifest, 'target')}"
-    )
+    return f"{tuned} moved to {_name(manifest, 'target')}" if tuned else f"An update of {_name(manifest, 'target')}"
 
 
 def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
@@ -162,10 +158,7 @@ def _untouched(manifest: Mapping[str, Any]) -> bool:
 
 def _mask(manifest: Mapping[str, Any]) -> object:
     """The mask the user asked for: an update masked beforehand is written with none."""
-    written, command = (
-        _section(manifest, "config").get("mask"),
-        _section(_section(manifest, "details"), "command"),
-    )
+    written, command = (_section(manifest, "config").get("mask"), _section(_section(manifest, "details"), "command"))
     if written != "none" or not command or _method(manifest) is not None:
         return written
     return command.get("mask", USUAL_MASK)
@@ -177,9 +170,7 @@ def _inputs(manifest: Mapping[str, Any]) -> str:
         about = entry if isinstance(entry, Mapping) else {}
         hashes = _section(about, "hashes") or {"": ""}
         for file, digest in sorted(hashes.items()):
-            lines.append(
-                f"| {safe(ROLES.get(role, role))} | {_name(manifest, role)} | {safe(file)} | {safe(digest)} |"
-            )
+            lines.append(f"| {safe(ROLES.get(role, role))} | {_name(manifest, role)} | {safe(file)} | {safe(digest)} |")
     return "\n".join(lines) + "\n" if len(lines) > 4 else ""
 
 
@@ -220,9 +211,7 @@ def _measured(manifest: Mapping[str, Any]) -> str:
         ("few-shot loss", measured.get("fewshot_loss_before"), measured.get("fewshot_loss_after"))
     ]
     before, after = _section(measured, "test_before"), _section(measured, "test_after")
-    rows += [
-        (f"test {safe(key)}", before.get(key), after.get(key)) for key in sorted({*before, *after}, key=str)
-    ]
+    rows += [(f"test {safe(key)}", before.get(key), after.get(key)) for key in sorted({*before, *after}, key=str)]
     lines = [
         f"| {name} | {_number(left)} | {_number(right)} |"
         for name, left, right in rows

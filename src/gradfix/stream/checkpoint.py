@@ -188,9 +188,7 @@ class _Pass:
         stream, output = self.stream, self.output
         size = sum(self._as_written(stream.target.info(name)).nbytes for name in stream.target.names())
         key = journal_key(*stream.identity(), str(self.dtype))
-        with staged_folder(
-            Path(output.out), overwrite=output.overwrite, need_bytes=size + 2**20, key=key
-        ) as staging:
+        with staged_folder(Path(output.out), overwrite=output.overwrite, need_bytes=size + 2**20, key=key) as staging:
             layout = layout_of(stream.target, self._added(), self._info)
             contents = {file: {name: self._content(name) for name in layout[file]} for file in layout}
             written = self.pipeline.write(staging, contents, output.progress)
@@ -231,9 +229,7 @@ class _Pass:
         abstained = self.pipeline.abstained
         notes = [*self._judge(whole), *self.stream.notes]
         if abstained:
-            notes.append(
-                f"{len(abstained)} tensors have no votes (frozen or unused) and were left as they are"
-            )
+            notes.append(f"{len(abstained)} tensors have no votes (frozen or unused) and were left as they are")
         tensors = self._tensors()
         kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
@@ -265,9 +261,7 @@ class _Pass:
                 "More --shots or --mask veto may help; --force goes on all the same."
             )
         if survived == 0:
-            raise UnsafeResult(
-                "rounding to the output's dtype absorbs the whole update; use --out-dtype fp32."
-            )
+            raise UnsafeResult("rounding to the output's dtype absorbs the whole update; use --out-dtype fp32.")
         if survived < 0.5 * kept:
             return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --out-dtype fp32 keeps it"]
         return []

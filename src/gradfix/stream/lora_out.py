@@ -78,11 +78,7 @@ class LoraResult:
 
 
 def lora_from_update(
-    update: Mapping[str, Tensor],
-    rank: int,
-    *,
-    layers: Collection[str] | None = None,
-    whole: Collection[str] = (),
+    update: Mapping[str, Tensor], rank: int, *, layers: Collection[str] | None = None, whole: Collection[str] = ()
 ) -> LoraResult:
     """Factor an update by truncated SVD, one tensor at a time; the same input gives the same bits.
 
@@ -155,9 +151,7 @@ def check_lora(
     notes = [f"the adapter keeps {result.retained:.1%} of the update's energy", *doubts]
     if result.dropped:
         share = sum(result.dropped.values())
-        notes.append(
-            f"{len(result.dropped)} tensors fit no adapter and were left out ({share:.2%} of the energy)"
-        )
+        notes.append(f"{len(result.dropped)} tensors fit no adapter and were left out ({share:.2%} of the energy)")
     return notes
 
 
@@ -228,16 +222,11 @@ def save_lora(
     for name, (left, right) in result.factors.items():
         own = name if name in kinds else modules.get(name, name)
         if own not in kinds:
-            raise IncompatibleCheckpoints(
-                f"tensor {name!r} belongs to no layer that a LoRA adapter can hold."
-            )
+            raise IncompatibleCheckpoints(f"tensor {name!r} belongs to no layer that a LoRA adapter can hold.")
         path = own.removesuffix(".weight")
         ranks[path] = left.shape[1]
         shape = result.shapes[name]
-        tensors |= {
-            f"base_model.model.{path}.{k}": v
-            for k, v in _peft_tensors(kinds[own], left, right, shape).items()
-        }
+        tensors |= {f"base_model.model.{path}.{k}": v for k, v in _peft_tensors(kinds[own], left, right, shape).items()}
     saved, biased = _add_whole(result, model, modules, set(ranks), tensors)
     adapter = _adapter_config(result.rank, ranks, base_name or str(goal), saved, biased)
     adapter["fan_in_fan_out"] = any(kinds[f"{path}.weight"] == TURNED for path in ranks)
@@ -267,12 +256,7 @@ def save_lora(
 
 
 def adapter_for(
-    update: Mapping[str, Tensor],
-    rank: int,
-    *,
-    model: nn.Module,
-    target: Source | Checkpoint,
-    keep_small: bool = False,
+    update: Mapping[str, Tensor], rank: int, *, model: nn.Module, target: Source | Checkpoint, keep_small: bool = False
 ) -> LoraResult:
     """Factor what an adapter of this model can hold; names may be the module's or those on disk.
 
@@ -294,11 +278,7 @@ def _peft_tensors(kind: str, left: Tensor, right: Tensor, shape: torch.Size) -> 
 
 
 def _add_whole(
-    result: LoraResult,
-    model: nn.Module,
-    modules: Mapping[str, str],
-    adapted: set[str],
-    tensors: dict[str, Tensor],
+    result: LoraResult, model: nn.Module, modules: Mapping[str, str], adapted: set[str], tensors: dict[str, Tensor]
 ) -> tuple[list[str], bool]:
     """Full tensors of modules that are saved rather than adapted; biases follow peft's own convention."""
     parameters = dict(model.named_parameters())
@@ -324,9 +304,7 @@ def _sum(weight: Tensor, delta: Tensor | None) -> Tensor:
     return wide.clone() if delta is None else (wide.float() + delta).to(weight.dtype).contiguous()
 
 
-def _adapter_config(
-    rank: int, ranks: Mapping[str, int], base: str, saved: list[str], biased: bool
-) -> dict[str, Any]:
+def _adapter_config(rank: int, ranks: Mapping[str, int], base: str, saved: list[str], biased: bool) -> dict[str, Any]:
     """Scaling is 1 everywhere: alpha equals the rank of each layer."""
     short = {re.escape(path): own for path, own in ranks.items() if own != rank}
     return {

@@ -93,9 +93,7 @@ def joined() -> Iterator[Group]:
         yield group
         return
     file = os.environ.get(STARTED_HERE)
-    dist.init_process_group(
-        backend, init_method=f"file://{file}" if file else "env://", rank=rank, world_size=size
-    )
+    dist.init_process_group(backend, init_method=f"file://{file}" if file else "env://", rank=rank, world_size=size)
     try:
         yield group
     finally:

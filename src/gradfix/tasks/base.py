@@ -159,8 +159,6 @@ def label_indices(examples: Sequence[Example], labels: Mapping[str, int]) -> Ten
     for index, example in enumerate(examples):
         label = str(example.get("label"))
         if label not in labels:
-            raise DataError(
-                f"{where(example, index)}: label {label!r} is not one of {', '.join(map(repr, labels))}."
-            )
+            raise DataError(f"{where(example, index)}: label {label!r} is not one of {', '.join(map(repr, labels))}.")
         found.append(labels[label])
     return torch.tensor(found, dtype=torch.long)

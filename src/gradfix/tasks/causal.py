@@ -34,10 +34,7 @@ class CausalBound(AnswerBound):
         device = next(self.model.parameters()).device
         labels = label_indices(examples, self._index) if self.labels else torch.zeros(len(examples)).long()
         choices: Sequence[str | None] = self.texts or [None]
-        rows = [
-            [self._spelled(example, index, text) for text in choices]
-            for index, example in enumerate(examples)
-        ]
+        rows = [[self._spelled(example, index, text) for text in choices] for index, example in enumerate(examples)]
         flat = [choice for row in rows for choice in row]
         shape = (len(examples), len(choices), -1)
         batch = {
@@ -98,9 +95,7 @@ class CausalBound(AnswerBound):
         if label_text is not None:
             return prompt, label_text if prompt[-1:].isspace() else f" {label_text}", True
         if not isinstance(example.get("completion"), str):
-            raise DataError(
-                f"{where(example, index)}: there is a prompt, but no completion and no label set."
-            )
+            raise DataError(f"{where(example, index)}: there is a prompt, but no completion and no label set.")
         return prompt, example["completion"], True
 
     def _rendered(self, turns: list[Any], example: Example, index: int) -> tuple[str, str]:
@@ -111,8 +106,7 @@ class CausalBound(AnswerBound):
             )
         if len(turns) < 2:
             raise DataError(
-                f"{where(example, index)}: there is no question before the answer in 'messages'. "
-                "Put a user turn there."
+                f"{where(example, index)}: there is no question before the answer in 'messages'. Put a user turn there."
             )
         try:
             asked = self.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
@@ -129,9 +123,7 @@ class CausalBound(AnswerBound):
             )
         return asked, whole[len(asked) :]
 
-    def _token_losses(
-        self, model: Any, tokens: Tensor, attention: Tensor, answer: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _token_losses(self, model: Any, tokens: Tensor, attention: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and logits-argmax hits per position, zero outside the answer; all of shape (batch, length - 1)."""
         logits = model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -143,9 +135,7 @@ class CausalBound(AnswerBound):
         """Tokens, attention and answer mask of each sample's true answer."""
         names = ("input_ids", "attention_mask", "answer_mask")
         picked = batch["labels"].view(-1, 1, 1)
-        return [
-            batch[name].gather(1, picked.expand(-1, 1, batch[name].shape[2])).squeeze(1) for name in names
-        ]
+        return [batch[name].gather(1, picked.expand(-1, 1, batch[name].shape[2])).squeeze(1) for name in names]
 
     def _reduced(self, token_losses: Tensor, answer: Tensor) -> Tensor:
         total = token_losses.sum(1)
@@ -185,10 +175,7 @@ class CausalBound(AnswerBound):
     def _by_generation(self, model: nn.Module, batch: Batch) -> Tensor:
         tokens, _, answer = self._own(batch)
         said = self.generate(model, batch, int(answer.sum(1).max()))
-        meant = [
-            self.tokenizer.decode(row[mask.bool()], skip_special_tokens=True)
-            for row, mask in zip(tokens, answer)
-        ]
+        meant = [self.tokenizer.decode(row[mask.bool()], skip_special_tokens=True) for row, mask in zip(tokens, answer)]
         same = torch.tensor([a.strip() == b.strip() for a, b in zip(said, meant)], device=answer.device)
         return torch.where(same, batch["labels"], WRONG)
 

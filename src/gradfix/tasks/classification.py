@@ -122,9 +122,7 @@ class TimmClassifier(Classifier):
         try:
             about, name, arguments = timm.models._hub.load_model_config_from_path(folder)
             classes = about.get("num_classes")
-            model = timm.create_model(
-                name, **{"num_classes": classes, **(arguments or {})}, pretrained_cfg=about
-            )
+            model = timm.create_model(name, **{"num_classes": classes, **(arguments or {})}, pretrained_cfg=about)
         except LOADER_ERRORS as error:
             raise CorruptInput(f"{folder}: timm cannot build this model ({first_line(error)}).") from None
         if not model.num_classes:
@@ -182,9 +180,7 @@ def load_with_head(auto: Any, home: Home, options: HeadOptions) -> tuple[Any, li
     if options.head_from is not None:
         lender = load_partly(auto, replace(home, folder=options.head_from, adapter=None))
         if lender.missing:
-            raise IncompatibleCheckpoints(
-                f"neither {home} nor {options.head_from} has a classification head."
-            )
+            raise IncompatibleCheckpoints(f"neither {home} nor {options.head_from} has a classification head.")
         loaded = load_partly(auto, home, **_classes(lender.model.config.id2label))
         _borrow(loaded, lender, options.head_from)
         return loaded.model, [*loaded.notes, f"the head is that of {options.head_from}"], True
@@ -226,9 +222,7 @@ def _borrow(loaded: Loaded, lender: Loaded, source: Path) -> None:
 class ClassificationBound(ClosedSet):
     """A classifier whose answers are numbered as the data's labels are."""
 
-    def __init__(
-        self, classifier: Classifier, labels: Sequence[str], freeze_head: bool, folder: Path
-    ) -> None:
+    def __init__(self, classifier: Classifier, labels: Sequence[str], freeze_head: bool, folder: Path) -> None:
         self.classifier, self.model, self.notes = classifier, classifier.model, classifier.notes
         self.labels, self.source = list(labels), folder
         self._index = {label: index for index, label in enumerate(labels)}
@@ -309,13 +303,9 @@ class Classification(Task):
         trust = self.trust_remote_code
         home = locate(source, head_from, dtype=dtype, device=device, trust_remote_code=trust)
         lender = locate(head_from).folder if head_from is not None else None
-        classifier = self._classifier(
-            home, HeadOptions(list(self.labels), lender, self.new_head, self.max_length)
-        )
+        classifier = self._classifier(home, HeadOptions(list(self.labels), lender, self.new_head, self.max_length))
         lent = classifier.added_head and lender is not None
-        return ClassificationBound(
-            classifier, list(self.labels), self.freeze_head or lent, home.adapter or home.folder
-        )
+        return ClassificationBound(classifier, list(self.labels), self.freeze_head or lent, home.adapter or home.folder)
 
     def _classifier(self, home: Home, options: HeadOptions) -> Classifier:
         config = read_json(home.folder / "config.json")

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import (
-    OPEN_CLIP,
-    WEIGHT_FILES,
-    import_open_clip,
-    open_checkpoint,
-    split_tag,
-    tag_settings,
-)
+from gradfix.checkpoints.open import OPEN_CLIP, WEIGHT_FILES, import_open_clip, open_checkpoint, split_tag, tag_settings
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown

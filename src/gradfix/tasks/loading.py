@@ -59,17 +59,13 @@ def locate(source: str | os.PathLike[str], base: str | os.PathLike[str] | None =
     `how` are the other fields of `Home`."""
     path = resolve(source)
     if not path.is_dir():
-        raise UsageError(
-            f"{path} is a single file; this task needs the folder with its config and tokenizer."
-        )
+        raise UsageError(f"{path} is a single file; this task needs the folder with its config and tokenizer.")
     if not (path / ADAPTER_CONFIG).is_file():
         return Home(path, **how)
     named = base if base is not None and resolve(base) != path else _named_base(path)
     folder = resolve(named)
     if not folder.is_dir() or (folder / ADAPTER_CONFIG).is_file():
-        raise UsageError(
-            f"{folder} cannot be the base of the adapter {path}; give the folder of a full model."
-        )
+        raise UsageError(f"{folder} cannot be the base of the adapter {path}; give the folder of a full model.")
     return Home(folder, path, **how)
 
 
@@ -139,17 +135,12 @@ def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
         except LOADER_ERRORS as error:
             if "Unrecognized configuration class" in str(error):
                 kind = read_json(folder / "config.json").get("model_type", "?")
-                raise IncompatibleCheckpoints(
-                    f"{folder} is a {kind} model: {auto.__name__} {WRONG_TASK}"
-                ) from None
+                raise IncompatibleCheckpoints(f"{folder} is a {kind} model: {auto.__name__} {WRONG_TASK}") from None
             raise CorruptInput(_why(folder, error)) from None
-    mismatched = sorted(
-        str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"]
-    )
+    mismatched = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
     if mismatched:
         raise IncompatibleCheckpoints(
-            f"{folder}: {len(mismatched)} tensors have another shape than the config says, "
-            f"first {mismatched[0]!r}."
+            f"{folder}: {len(mismatched)} tensors have another shape than the config says, first {mismatched[0]!r}."
         )
     extra = sorted(info["unexpected_keys"])
     inside = [name for name in extra if not _is_other_head(name, model, folder)]
@@ -233,14 +224,11 @@ def load_exactly(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None
     odd = sorted(set(state) ^ set(wanted))
     if odd:
         verb = "lacks" if odd[0] in wanted else "holds a tensor its model does not know:"
-        raise CorruptInput(
-            f"{folder} {verb} {odd[0]!r} ({len(odd)} names differ). Is the config of another model?"
-        )
+        raise CorruptInput(f"{folder} {verb} {odd[0]!r} ({len(odd)} names differ). Is the config of another model?")
     for name, tensor in state.items():
         if tensor.shape != wanted[name].shape:
             raise IncompatibleCheckpoints(
-                f"{folder}: tensor {name!r} is {tuple(tensor.shape)}, but the config says "
-                f"{tuple(wanted[name].shape)}."
+                f"{folder}: tensor {name!r} is {tuple(tensor.shape)}, but the config says {tuple(wanted[name].shape)}."
             )
     model.load_state_dict(state)
 
@@ -281,9 +269,7 @@ def load_image_processor(home: Home) -> Any:
                 home.folder, trust_remote_code=home.trust_remote_code, local_files_only=True
             )
         except LOADER_ERRORS as error:
-            raise CorruptInput(
-                f"{home.folder} has no usable image processor ({first_line(error)})."
-            ) from None
+            raise CorruptInput(f"{home.folder} has no usable image processor ({first_line(error)}).") from None
 
 
 def freeze_all_but(model: nn.Module, names: Sequence[str]) -> None:

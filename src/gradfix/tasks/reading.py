@@ -79,10 +79,7 @@ def longest(asked: int | None, tokenizer: Any, config: Any) -> int:
 
 def pad(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> Tensor:
     width = max(map(len, sequences))
-    rows = [
-        [value] * (width - len(s)) + list(s) if left else list(s) + [value] * (width - len(s))
-        for s in sequences
-    ]
+    rows = [[value] * (width - len(s)) + list(s) if left else list(s) + [value] * (width - len(s)) for s in sequences]
     return torch.tensor(rows, dtype=torch.long)
 
 
@@ -109,12 +106,7 @@ class AnswerTask(Task):
     scorings: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self,
-        labels: Mapping[str, Prompts],
-        loss: str,
-        scoring: str,
-        max_length: int | None,
-        trust_remote_code: bool,
+        self, labels: Mapping[str, Prompts], loss: str, scoring: str, max_length: int | None, trust_remote_code: bool
     ) -> None:
         if loss not in LOSSES:
             raise UsageError(unknown("loss", loss, list(LOSSES)))

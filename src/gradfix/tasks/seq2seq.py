@@ -49,13 +49,9 @@ class Seq2SeqBound(AnswerBound):
             torch.cat([torch.zeros_like(start, dtype=torch.bool), answers[:, :-1] == IGNORED], dim=1),
             self.tokenizer.pad_token_id,
         )
-        output = model(
-            encoder_outputs=encoded, attention_mask=batch["attention_mask"], decoder_input_ids=shown
-        )
+        output = model(encoder_outputs=encoded, attention_mask=batch["attention_mask"], decoder_input_ids=shown)
         logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-        losses = functional.cross_entropy(
-            logits.transpose(1, 2), answers, ignore_index=IGNORED, reduction="none"
-        )
+        losses = functional.cross_entropy(logits.transpose(1, 2), answers, ignore_index=IGNORED, reduction="none")
         return -losses.sum(1)
 
     def _losses(self, likelihoods: Tensor, labels: Tensor) -> Tensor:

@@ -19,14 +19,7 @@ from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
-from gradfix.tasks.encoders import (
-    Encoder,
-    OpenClip,
-    TextEncoder,
-    TwoTowers,
-    is_open_clip,
-    open_clip_source,
-)
+from gradfix.tasks.encoders import Encoder, OpenClip, TextEncoder, TwoTowers, is_open_clip, open_clip_source
 from gradfix.tasks.loading import freeze_all_but, locate, read_json
 
 HEAD_FILE = "zero_shot_head.safetensors"
@@ -35,9 +28,7 @@ HEAD_FILE = "zero_shot_head.safetensors"
 class ZeroShotBound(ClosedSet):
     """An encoder with its side's head."""
 
-    def __init__(
-        self, encoder: Encoder, head: Tensor, prompts: Mapping[str, Sequence[str]], scale: float
-    ) -> None:
+    def __init__(self, encoder: Encoder, head: Tensor, prompts: Mapping[str, Sequence[str]], scale: float) -> None:
         self.encoder, self.model, self.notes = encoder, encoder.model, encoder.notes
         self.labels, self.prompts = list(prompts), prompts
         self.head, self.scale = head, scale
@@ -142,9 +133,7 @@ class ZeroShot(Task):
         rows = []
         for prompts in self.prompts.values():
             vectors = encoder.embed_prompts(prompts)
-            vectors = functional.normalize(
-                vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1
-            )
+            vectors = functional.normalize(vectors.to(torch.promote_types(vectors.dtype, torch.float32)), dim=-1)
             rows.append(functional.normalize(vectors.mean(0), dim=0))
         return torch.stack(rows)
 
@@ -160,8 +149,7 @@ class ZeroShot(Task):
             )
         if not self.bare and any(prompts[label] != self.prompts[label] for label in labels):
             raise IncompatibleCheckpoints(
-                f"{path} was saved with other prompts. "
-                "Remove that file to build a new head from this checkpoint."
+                f"{path} was saved with other prompts. Remove that file to build a new head from this checkpoint."
             )
         order = [labels.index(label) for label in self.labels]
         return tensor[order], self.scale or scale, {label: prompts[label] for label in self.labels}
@@ -177,13 +165,9 @@ def read_head_metadata(path: Path) -> tuple[list[str], dict[str, list[str]], flo
         labels, prompts = json.loads(metadata["labels"]), json.loads(metadata["prompts"])
         scale = float(metadata["scale"])
     except (SafetensorError, KeyError, ValueError, OSError, TypeError) as error:
-        raise CorruptInput(
-            f"{path} is no zero-shot head ({type(error).__name__}). Remove or restore it."
-        ) from None
+        raise CorruptInput(f"{path} is no zero-shot head ({type(error).__name__}). Remove or restore it.") from None
     if len(shape) != 2 or shape[0] != len(labels) or set(prompts) != set(labels) or not scale > 0:
-        raise CorruptInput(
-            f"{path} contradicts itself: {len(labels)} labels, head of shape {shape}, scale {scale}."
-        )
+        raise CorruptInput(f"{path} contradicts itself: {len(labels)} labels, head of shape {shape}, scale {scale}.")
     return labels, prompts, scale
 
 

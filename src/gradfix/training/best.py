@@ -124,9 +124,7 @@ def _lesson(
     if len(real) < ENOUGH:
         known = [*examples, *real]
         parts.append(_made_up(bound, teacher, known, recipe.pool - len(real), vocabulary, seed))
-    ours, theirs = (
-        _unanswered(sides[0] if len(sides) == 1 else join(*sides)) for sides in zip(*parts, strict=True)
-    )
+    ours, theirs = (_unanswered(sides[0] if len(sides) == 1 else join(*sides)) for sides in zip(*parts, strict=True))
     return Lesson(ours, answers(teacher, theirs)), len(next(iter(theirs.values())))
 
 
@@ -144,9 +142,7 @@ def _made_up(
     if same and not per_label:
         table = _table(teacher)
         if vocabulary is not None and table is not None:
-            vocabulary = vocabulary[
-                : table.num_embeddings
-            ]  # tokens that only the new base has say nothing to the old
+            vocabulary = vocabulary[: table.num_embeddings]  # tokens that only the new base has say nothing to the old
         return [_unanswered(remix(batch, count, seed, vocabulary)) for batch in (ours, theirs)]
     column = _text_column(known[0], per_label)
     if not all(isinstance(example.get(column), str) for example in known):

@@ -149,10 +149,7 @@ def distil(bound: Bound, labelled: Batch, lesson: Lesson, rate: float, teaching:
         return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
 
     training = Training(
-        trainable_weights(bound),
-        lambda step: rate * _schedule(step, teaching.steps),
-        diverged,
-        betas=teaching.betas,
+        trainable_weights(bound), lambda step: rate * _schedule(step, teaching.steps), diverged, betas=teaching.betas
     )
     count = len(labelled["labels"])
     shares = (min(teaching.labelled, count), min(teaching.unlabelled, len(lesson)))

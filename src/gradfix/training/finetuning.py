@@ -49,9 +49,7 @@ class Recipe:
                 raise UsageError(f"{name} must be 1 or more, got {getattr(self, name)}.")
         amounts = (self.lr, self.weight_decay, self.warmup)
         if not self.lr > 0 or not all(0 <= amount < math.inf for amount in amounts):
-            raise UsageError(
-                "lr must be positive; weight_decay and warmup must not be negative, and all finite."
-            )
+            raise UsageError("lr must be positive; weight_decay and warmup must not be negative, and all finite.")
         if not -(2**63) <= self.seed < 2**64:
             raise UsageError(f"the seed must fit into 64 bits, got {self.seed}.")
         SCHEDULES[self.schedule]
@@ -114,9 +112,7 @@ class _Run:
         micro_batch: int,
     ) -> None:
         self.bound, self.examples, self.recipe, self.micro_batch = bound, examples, recipe, micro_batch
-        self.training = Training(
-            parameters, recipe.rate, _diverged, weight_decay=recipe.weight_decay, masters=True
-        )
+        self.training = Training(parameters, recipe.rate, _diverged, weight_decay=recipe.weight_decay, masters=True)
 
     def step(self, step: int, rows: Sequence[int]) -> None:
         with _dropout_of(self.recipe.seed, step, self.training.parameters):

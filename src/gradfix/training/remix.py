@@ -40,9 +40,7 @@ def _splice(
     """A piece of one sequence, then a piece of another, between the tokens that all sequences share."""
     device = inputs["input_ids"].device
     ids = inputs["input_ids"].cpu()
-    mask = (
-        inputs["attention_mask"].cpu().bool() if "attention_mask" in inputs else torch.ones_like(ids).bool()
-    )
+    mask = inputs["attention_mask"].cpu().bool() if "attention_mask" in inputs else torch.ones_like(ids).bool()
     texts = [row[seen] for row, seen in zip(ids, mask, strict=True)]
     head, tail = _common(texts), _common([text.flip(0) for text in texts])
     bodies = [text[head : len(text) - tail] for text in texts]

@@ -76,9 +76,7 @@ class Training:
             name: nn.Parameter(p.detach().float()) if masters and p.dtype not in exact else p
             for name, p in parameters.items()
         }
-        self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()), weight_decay=weight_decay, betas=betas
-        )
+        self.optimizer = torch.optim.AdamW(list(self.masters.values()), weight_decay=weight_decay, betas=betas)
 
     def step(self, number: int, losses: Iterable[Tensor]) -> None:
         """One step down the sum of the losses, each sent backward before the next is asked for."""

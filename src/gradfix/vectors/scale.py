@@ -40,9 +40,7 @@ class ScaleCurve:
         return f"ScaleCurve(best alpha {self.best:g}, score {self.best_score:.4g}, {len(self.points)} points{wide})"
 
     def _repr_html_(self) -> str:
-        return notebook_table(
-            repr(self), ("alpha", "score"), [(f"{a:g}", f"{s:.4g}") for a, s in self.points]
-        )
+        return notebook_table(repr(self), ("alpha", "score"), [(f"{a:g}", f"{s:.4g}") for a, s in self.points])
 
 
 class Dial:

@@ -132,18 +132,14 @@ def by_medoids(rows: Features, wanted: int, chance: np.random.Generator) -> list
         distances[first : first + BLOCK] = _distances(rows[first : first + BLOCK], rows)
     start = kmedoids.pam_build(distances, wanted).medoids
     found = kmedoids.fasterpam(distances, start, n_cpu=1).medoids
-    best = min(
-        (start, found), key=lambda medoids: float(distances[:, medoids].min(axis=1).sum(dtype=np.float64))
-    )
+    best = min((start, found), key=lambda medoids: float(distances[:, medoids].min(axis=1).sum(dtype=np.float64)))
     return sorted(int(medoid) for medoid in best)
 
 
 @SELECTORS.register("coreset")
 def by_proximity(rows: Features, wanted: int, chance: np.random.Generator) -> list[int]:
     """The class's medoid first, then always the example nearest to any already chosen."""
-    sums = np.concatenate(
-        [_distances(rows[i : i + BLOCK], rows).sum(axis=1) for i in range(0, len(rows), BLOCK)]
-    )
+    sums = np.concatenate([_distances(rows[i : i + BLOCK], rows).sum(axis=1) for i in range(0, len(rows), BLOCK)])
     picks = [int(sums.argmin())]
     nearest = np.full(len(rows), np.inf)
     while len(picks) < wanted:

@@ -119,9 +119,7 @@ class TaskVector(Mapping[str, Tensor]):
         return TaskVector({name: function(self[name], other[name]) for name in self})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        save_tensors(
-            Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.taskvector"}
-        )
+        save_tensors(Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.taskvector"})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TaskVector:

@@ -128,9 +128,7 @@ def mask_options(mask: str, direction: Direction | None, margin: float | None) -
     if rule.sees in ("chance", "nothing"):
         return {}
     if direction is None:
-        raise UsageError(
-            f"mask {mask!r} needs a direction: votes of the target, or the oracle's task vector."
-        )
+        raise UsageError(f"mask {mask!r} needs a direction: votes of the target, or the oracle's task vector.")
     if rule.sees == "reference" and isinstance(direction, SignVotes):
         raise UsageError(
             f"mask {mask!r} needs the real-valued reference, not signs: pass -gradfix.collect_gradient(...)."
@@ -191,9 +189,7 @@ def random_like(tau: TaskVector, seed: int) -> TaskVector:
     mean = sum(float(tensor.sum()) for tensor in flat) / count
     variance = sum(float((tensor - mean).square().sum()) for tensor in flat) / max(count - 1, 1)
     generator = torch.Generator().manual_seed(seed)
-    return tau.map(
-        lambda name, t: (torch.randn(t.shape, generator=generator) * variance**0.5 + mean).to(t.device)
-    )
+    return tau.map(lambda name, t: (torch.randn(t.shape, generator=generator) * variance**0.5 + mean).to(t.device))
 
 
 @torch.no_grad()

@@ -114,10 +114,7 @@ class VoteRun(Generic[Result]):
 
 
 def collect(
-    run: VoteRun[Result],
-    partial: PartialVote | None = None,
-    identity: str = "",
-    progress: Progress | None = None,
+    run: VoteRun[Result], partial: PartialVote | None = None, identity: str = "", progress: Progress | None = None
 ) -> Result:
     """Take a vote: every step that `partial` does not hold yet is folded, and bad samples are left out.
 
@@ -164,9 +161,7 @@ class InMemory(VoteRun[SignVotes]):
 
     def steps(self) -> Iterator[VoteStep]:
         for step in super().steps():
-            if (
-                self.engine is None
-            ):  # on the first batch even when it is counted: a resumed vote keeps its engine
+            if self.engine is None:  # on the first batch even when it is counted: a resumed vote keeps its engine
                 self._looked_at[step.first] = self.choose(step)
             yield step
 
@@ -289,8 +284,7 @@ def _refuse_silence(tally: Tally) -> None:
         raise UnsafeResult(SILENT)
     if silent:
         warnings.warn(
-            f"{len(silent)} tensors abstained (unused, or tied in every entry), first {silent[0]!r}.",
-            stacklevel=4,
+            f"{len(silent)} tensors abstained (unused, or tied in every entry), first {silent[0]!r}.", stacklevel=4
         )
 
 

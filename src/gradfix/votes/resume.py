@@ -45,9 +45,7 @@ class PartialVote:
         self.path, self.every = path, SAVE_EVERY_SECONDS if every is None else every
         self.pause, self.last = self.every, time.monotonic()
 
-    def remaining(
-        self, tally: Tally, steps: Iterable[VoteStep], key: str, bad: list[Bad]
-    ) -> Iterator[VoteStep]:
+    def remaining(self, tally: Tally, steps: Iterable[VoteStep], key: str, bad: list[Bad]) -> Iterator[VoteStep]:
         """Yield the steps that are not yet counted, saving the tally between them.
 
         `key` names whatever else the votes depend on; `bad` are the samples left out so far, kept with the count
@@ -145,8 +143,7 @@ def _steps_in(path: Path, key: str) -> int:
 
 def of_another_vote(path: Path) -> CorruptInput:
     return CorruptInput(
-        f"{path} belongs to another vote (other data, options, batch size or model). "
-        "Delete it, or pass --no-resume."
+        f"{path} belongs to another vote (other data, options, batch size or model). Delete it, or pass --no-resume."
     )
 
 

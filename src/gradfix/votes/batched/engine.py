@@ -24,16 +24,7 @@ from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, recor
 from gradfix.votes.batched.sample_rows import halves_of_samples, lone_samples, picked_rows, reach
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import PlanningWatch
-from gradfix.votes.engines.loop import (
-    Batch,
-    Loss,
-    NotFinite,
-    batch_size,
-    fold_each,
-    refuse_detached,
-    samples,
-    take,
-)
+from gradfix.votes.engines.loop import Batch, Loss, NotFinite, batch_size, fold_each, refuse_detached, samples, take
 from gradfix.votes.tally import Tally
 
 PLANNING_SAMPLES = 3
@@ -118,9 +109,7 @@ def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
 
 def _check_reach(votes: VotingWatch, losses: Tensor) -> None:
     if votes.plan.proven and reach(losses, votes.tally.parameters, votes.anchor).others:
-        raise UnsafeResult(
-            'a batch used weights in a way earlier ones did not; vote again with engine="loop".'
-        )
+        raise UnsafeResult('a batch used weights in a way earlier ones did not; vote again with engine="loop".')
 
 
 @contextmanager
@@ -204,8 +193,7 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
         torch.autograd.grad(losses, [watch.anchor], only, retain_graph=True, allow_unused=True)
     plan = resolve(watch.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
     plan.ragged = any(
-        step.layout is not None and operation.node in picked
-        for step, operation in zip(plan.steps, watch.operations)
+        step.layout is not None and operation.node in picked for step, operation in zip(plan.steps, watch.operations)
     )
     watch.forget()
     if plan.left_out:

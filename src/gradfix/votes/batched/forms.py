@@ -88,10 +88,7 @@ class Product:
         for top in range(0, rows, height):
             strip = votes[top : top + height]
             for first in range(0, self.samples, samples):
-                some, own = (
-                    left[first : first + samples, top : top + height],
-                    self.right[first : first + samples],
-                )
+                some, own = (left[first : first + samples, top : top + height], self.right[first : first + samples])
                 gradients = room[: some.shape[0] * some.shape[1] * columns].view(*some.shape[:2], columns)
                 torch.bmm(some, own, out=gradients)
                 strip.sub_(gradients.sign_().sum(0, dtype=wide).to(votes.dtype))

@@ -28,9 +28,7 @@ WIDEST = 16384  # features one program of token_sums can hold
 CHUNK_BYTES = 24 * 2**20  # a chunk of per-sample gradients stays in the second-level cache
 
 
-Tiles = tuple[
-    int, int, int, int, int, int
-]  # rows, columns, tokens a step, warps, stages, programs a processor
+Tiles = tuple[int, int, int, int, int, int]  # rows, columns, tokens a step, warps, stages, programs a processor
 TILES_16: Tiles = (128, 256, 32, 8, 5, 1)
 SMALL_TILES_16: Tiles = (128, 128, 32, 4, 5, 2)
 TILES_TF32: Tiles = (128, 256, 32, 8, 3, 1)
@@ -128,9 +126,7 @@ def fold_tiles(left: Tensor, right: Tensor, votes: Tensor, tiles: Tiles) -> None
     counts = torch.empty(work.counts, dtype=torch.int8, device=left.device)
     operands = (_Operand(left, work.blocks[0]), _Operand(right, work.blocks[1]), counts)
     constants = (*work.constants, left.is_cuda)
-    _launch(
-        _count_signs, work.grid, operands, work.numbers, constants, num_warps=tiles[3], num_stages=tiles[4]
-    )
+    _launch(_count_signs, work.grid, operands, work.numbers, constants, num_warps=tiles[3], num_stages=tiles[4])
     _, rows, columns = work.counts
     grid = (_ceil(rows, 32), _ceil(columns, 128), 1)
     numbers = (*work.counts, *votes.stride())
@@ -147,9 +143,7 @@ class _Work:
 
 
 @functools.cache
-def _tile_work(
-    left: torch.Size, right: torch.Size, tokens_last: bool, tiles: Tiles, processors: int
-) -> _Work:
+def _tile_work(left: torch.Size, right: torch.Size, tokens_last: bool, tiles: Tiles, processors: int) -> _Work:
     """How a product of these shapes is cut up; the same for every batch, so it is worked out once."""
     block_m, block_n, block_k, _, _, per_processor = tiles
     samples, features = left[0], 1 if tokens_last else 2
@@ -157,9 +151,7 @@ def _tile_work(
     count = _ceil(rows, block_m) * _ceil(columns, block_n)
     groups = _groups(samples, count, processors * per_processor)
     numbers = (samples, _ceil(samples, groups), rows, columns, _ceil(tokens, block_k))
-    block_left, block_right = (
-        [1, side, block_k] if tokens_last else [1, block_k, side] for side in (block_m, block_n)
-    )
+    block_left, block_right = ([1, side, block_k] if tokens_last else [1, block_k, side] for side in (block_m, block_n))
     constants = (block_m, block_n, block_k, tokens_last)
     return _Work((groups, rows, columns), (count, groups, 1), numbers, constants, (block_left, block_right))
 

@@ -59,9 +59,7 @@ class Rule:
 
     functions: Sequence[Callable[..., Any]] = ()
     owns_output = True  # the output is not kept for the operation's own backward
-    spreads = (
-        False  # it gets the gradients of a weight per sample, which its operation runs with, not the output's
-    )
+    spreads = False  # it gets the gradients of a weight per sample, which its operation runs with, not the output's
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
         """The call's parts, or None when this rule does not cover it."""
@@ -113,9 +111,7 @@ def _token_sums(tokens: Tensor, weight: Tensor) -> Dense:
     return Dense(sums if weight.ndim == 1 else sums.reshape(-1, *weight.shape))
 
 
-def fused_sums(
-    gradient: Tensor, data: Tensor, samples: Samples, kind: str, eps: float = 0.0
-) -> dict[str, Form] | None:
+def fused_sums(gradient: Tensor, data: Tensor, samples: Samples, kind: str, eps: float = 0.0) -> dict[str, Form] | None:
     """Per-sample gradients of a weight and a bias along the last dimension, in one pass; None without a kernel."""
     output, tokens = samples.tokens(gradient), samples.tokens(data)
     if not (kernels.sees(output) and kernels.sees(tokens)) or output.shape[2] > kernels.WIDEST:
@@ -304,9 +300,7 @@ class _Norm(Rule):
         roles = _weights(is_weight, weight=bound.get("weight"), bias=bound.get("bias"))
         if is_weight(bound["input"]):
             return None
-        options = {
-            name: bound[name] for name in self.names.split()[1:] if name in bound and name not in roles
-        }
+        options = {name: bound[name] for name in self.names.split()[1:] if name in bound and name not in roles}
         options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
         return Call(roles, {"input": bound["input"]} if "weight" in roles else {}, options)
 
@@ -360,9 +354,7 @@ class RMSNorm(LayerNorm):
     kind = "rms"
 
     def normalised(self, call: Call) -> Tensor:
-        return F.rms_norm(
-            call.inputs["input"], call.options["normalized_shape"], None, call.options.get("eps")
-        )
+        return F.rms_norm(call.inputs["input"], call.options["normalized_shape"], None, call.options.get("eps"))
 
 
 @register("group_norm")

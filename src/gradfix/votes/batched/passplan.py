@@ -183,11 +183,7 @@ class CallPlaces:
 
 
 def note_places(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    call: Call,
-    tracked: Mapping[int, Any],
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], call: Call, tracked: Mapping[int, Any]
 ) -> CallPlaces | None:
     """Where the tensors of this call stand, if its tensors are arguments themselves and the other arguments plain values."""
     values = [*args, *kwargs.values()]

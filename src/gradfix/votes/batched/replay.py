@@ -51,9 +51,7 @@ class _Replayed(Rule):
         return Call(weights, inputs, {"rest": rest, "tree": tree})
 
 
-def run(
-    call: Call, function: Callable[..., Any], weights: dict[str, Tensor], inputs: dict[str, Tensor]
-) -> Any:
+def run(call: Call, function: Callable[..., Any], weights: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
     """The recorded call again, with these tensors in place of the recorded ones."""
     leaves = {int(place): tensor for place, tensor in {**inputs, **weights}.items()} | call.options["rest"]
     args, kwargs = tree_unflatten([leaves[place] for place in range(len(leaves))], call.options["tree"])
@@ -100,9 +98,7 @@ class Broadcast(_Replayed):
             output = run(call, call.options["function"], leaves, call.inputs)
         found = torch.autograd.grad(output, list(leaves.values()), gradient.to(output.dtype))
         return {
-            role: Dense(
-                samples.split(g).sum(layout.dim + 1).reshape(samples.count, *call.weights[role].shape)
-            )
+            role: Dense(samples.split(g).sum(layout.dim + 1).reshape(samples.count, *call.weights[role].shape))
             for role, g in zip(leaves, found)
         }
 
@@ -132,15 +128,10 @@ class Attention(_Replayed):
 
     def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         weights = call.weights.values()
-        return layout == SampleLayout(0, 1) and all(
-            aligned(weight, len(output)).shape[0] == 1 for weight in weights
-        )
+        return layout == SampleLayout(0, 1) and all(aligned(weight, len(output)).shape[0] == 1 for weight in weights)
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
-        return {
-            role: Dense(gradient.reshape(samples.count, *weight.shape))
-            for role, weight in call.weights.items()
-        }
+        return {role: Dense(gradient.reshape(samples.count, *weight.shape)) for role, weight in call.weights.items()}
 
 
 def aligned(weight: Tensor, ndim: int) -> Tensor:
@@ -156,14 +147,7 @@ def overwrites(function: Callable[..., Any]) -> bool:
     return function in _IN_PLACE
 
 
-_COPIES = {
-    torch.broadcast_to,
-    torch.tile,
-    Tensor.expand,
-    Tensor.expand_as,
-    Tensor.broadcast_to,
-    Tensor.repeat,
-}
+_COPIES = {torch.broadcast_to, torch.tile, Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, Tensor.repeat}
 
 
 class Repeat(_Replayed):
@@ -212,9 +196,7 @@ class Local(_Replayed):
         shared = self.shared(call, samples) if shared is None else shared
         kept = {}
         for place, tensor in call.inputs.items():
-            layout = (
-                samples.layout if samples.layout.fits(tensor.shape, samples.count) else SampleLayout(0, 1)
-            )
+            layout = samples.layout if samples.layout.fits(tensor.shape, samples.count) else SampleLayout(0, 1)
             kept[place] = tensor if place in shared else layout.take(tensor, sample)
         return kept
 
@@ -229,9 +211,7 @@ class Local(_Replayed):
         with torch.no_grad():
             for sample in (0, samples.count - 1):
                 try:
-                    alone = run(
-                        call, call.options["function"], call.weights, self.rows(call, samples, sample)
-                    )
+                    alone = run(call, call.options["function"], call.weights, self.rows(call, samples, sample))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     return False
                 expected = samples.layout.take(output, sample)
@@ -248,9 +228,7 @@ def _vjp(call: Call, inputs: dict[str, Tensor], gradient: Tensor) -> dict[str, T
     with torch.enable_grad():
         output = run(call, call.options["function"], leaves, inputs)
     found = torch.autograd.grad(output, list(leaves.values()), gradient, allow_unused=True)
-    return {
-        role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)
-    }
+    return {role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)}
 
 
 def pulled_back(output: Tensor, inputs: Sequence[Tensor], gradients: Tensor) -> list[Tensor | None]:

@@ -51,9 +51,7 @@ class SampleLayout:
 def candidates(shape: Sequence[int], samples: int) -> list[SampleLayout]:
     """Every layout the shape allows, the most usual first."""
     exact = [SampleLayout(dim, 1) for dim, size in enumerate(shape) if size == samples]
-    flat = [
-        (dim, size // samples) for dim, size in enumerate(shape) if size > samples and size % samples == 0
-    ]
+    flat = [(dim, size // samples) for dim, size in enumerate(shape) if size > samples and size % samples == 0]
     return exact + [SampleLayout(dim, rows, mixed) for dim, rows in flat for mixed in (False, True)]
 
 

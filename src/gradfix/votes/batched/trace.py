@@ -41,9 +41,7 @@ from gradfix.votes.batched.watch import (
 )
 from gradfix.votes.tally import Tally
 
-_CASTS = {
-    getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]
-}
+_CASTS = {getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]}
 
 
 class Use:
@@ -139,9 +137,7 @@ class VotingWatch(Watch):
                 return True
         return False
 
-    def _by_places(
-        self, places: CallPlaces, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | None:
+    def _by_places(self, places: CallPlaces, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         if len(args) != places.positional or len(kwargs) != len(places.names) or _saving_is_redirected():
             return None
         values = [*args, *kwargs.values()]
@@ -260,11 +256,7 @@ class VotingWatch(Watch):
         else:
             return
         for tensor, view in zip(outputs, views):
-            if (
-                view.shape == tensor.shape
-                and id(tensor) in self.tracked
-                and _same_storage(view, source.votes)
-            ):
+            if view.shape == tensor.shape and id(tensor) in self.tracked and _same_storage(view, source.votes):
                 self.tracked[id(tensor)].votes = view
 
     def _refuse_recomputed(self, output: Any) -> None:

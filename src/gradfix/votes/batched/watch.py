@@ -128,9 +128,7 @@ class Watch(TorchFunctionMode):
 class PlanningWatch(Watch):
     """Record every operation on a weight, and which entries of its output each asked sample reaches."""
 
-    def __init__(
-        self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device
-    ) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device) -> None:
         super().__init__(parameters, device)
         self.samples = samples
         self.group: Sequence[int] | None = None  # whose losses are switched on
@@ -172,12 +170,7 @@ class PlanningWatch(Watch):
         return id(tensor) in self.batch or tensor in self.from_samples
 
     def _record(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        weights: list[Tracked],
-        on_samples: bool,
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], on_samples: bool
     ) -> Any:
         output = func(*args, **kwargs)
         if not any(tensor.requires_grad for tensor in tensors_in(output)):
@@ -193,9 +186,7 @@ class PlanningWatch(Watch):
             output = Tap.apply(output, self.anchor, receive, _may_overwrite(func, output))
             operation.output, operation.node = output.detach(), output.grad_fn
             if rule_for(func) is None:
-                operation.output = (
-                    operation.output.clone()
-                )  # compared later, when the model may have changed it
+                operation.output = operation.output.clone()  # compared later, when the model may have changed it
         if not on_samples:
             self.track(output, weights, len(self.operations), True)
         self.operations.append(operation)

@@ -31,9 +31,7 @@ class SignReduceScatter(ReduceScatter):
     def __init__(self) -> None:
         self.voice = 1
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -65,11 +63,7 @@ def mesh_of(group: Group, device: str, replicas: int = 1) -> DeviceMesh:
 
 
 def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    compute: torch.dtype | None = None,
-    recompute: bool = False,
+    model: nn.Module, mesh: DeviceMesh, *, compute: torch.dtype | None = None, recompute: bool = False
 ) -> SignReduceScatter:
     """Split the model over the mesh, block by block; works on a model without weights (meta device).
 

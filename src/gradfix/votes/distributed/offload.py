@@ -62,10 +62,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def load_offloaded(
-    make: Callable[[], nn.Module],
-    source: Checkpoint,
-    folder: Path,
-    max_memory: Mapping[int | str, int | str] | None,
+    make: Callable[[], nn.Module], source: Checkpoint, folder: Path, max_memory: Mapping[int | str, int | str] | None
 ) -> Offloaded:
     """The model of `make`, filled from `source`; `max_memory` is what its weights may take per device."""
     model = build_empty(make, source)
@@ -171,9 +168,7 @@ def _read(name: str, like: Tensor, names: NameMap, source: Checkpoint) -> Tensor
     return flat.view(like.shape).to(like.dtype)
 
 
-def _on_disk(
-    name: str, first: str, like: Tensor, names: NameMap, source: Checkpoint, folder: Path
-) -> dict[str, Any]:
+def _on_disk(name: str, first: str, like: Tensor, names: NameMap, source: Checkpoint, folder: Path) -> dict[str, Any]:
     """Where accelerate finds the weight: in the checkpoint itself where its form is the model's."""
     if first in names.renamed:
         disk = names.renamed[first]

@@ -26,9 +26,7 @@ class InParallel(InMemory):
 
     batches: Batches
 
-    def __init__(
-        self, group: Group, model: nn.Module, loss: Loss, batches: Batches, engine: str = "auto"
-    ) -> None:
+    def __init__(self, group: Group, model: nn.Module, loss: Loss, batches: Batches, engine: str = "auto") -> None:
         super().__init__(model, loss, batches, engine)
         self.group = group
 

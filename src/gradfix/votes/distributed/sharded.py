@@ -53,9 +53,7 @@ class InShards(VoteRun[ShardedVotes]):
 
     batches: Batches
 
-    def __init__(
-        self, group: Group, model: nn.Module, signs: SignReduceScatter, loss: Loss, batches: Batches
-    ) -> None:
+    def __init__(self, group: Group, model: nn.Module, signs: SignReduceScatter, loss: Loss, batches: Batches) -> None:
         self.parameters = voting_parameters(model)
         slices = {name: local(parameter) for name, parameter in self.parameters.items()}
         super().__init__(model, loss, batches, Tally(slices))  # type: ignore[arg-type]
@@ -116,9 +114,7 @@ def check_folds(folds: Counter[str], tally: Tally) -> None:
         if not folds:
             cause = "no gradient arrived at all: is gradient synchronisation switched off?"
         elif folds[name] == 0:
-            cause = (
-                "its gradient never arrived: the layer took no part in the loss, or its sync is switched off."
-            )
+            cause = "its gradient never arrived: the layer took no part in the loss, or its sync is switched off."
         else:
             cause = IN_PIECES
         raise UnsafeResult(f"weight {name!r} was folded {folds[name]} times in one step; {cause}")

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.votes.batched.engine import LOOP_SHARE, batched, left_out_share
-from gradfix.votes.engines.loop import (
-    Batch,
-    Engine,
-    Loss,
-    backward,
-    batch_size,
-    folding,
-    loop,
-    samples,
-    take,
-)
+from gradfix.votes.engines.loop import Batch, Engine, Loss, backward, batch_size, folding, loop, samples, take
 from gradfix.votes.tally import Tally
 
 CHECKED_SAMPLES = 2
@@ -47,9 +37,7 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[En
     wrong = disagreements(model, loss, few, trial)
     if wrong:
         name, share = max(wrong.items(), key=lambda item: item[1])
-        return loop, [
-            f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."
-        ]
+        return loop, [f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."]
     note = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
     return _in_parts(bytes_per_sample, batch_size(batch), tally), [note]
 
@@ -90,9 +78,7 @@ def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
     if device.type != "cuda" or bytes_per_sample <= 0:
         return batched
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    room = max(
-        CHECKED_SAMPLES, int(MEMORY_SHARE * (free - torch.cuda.memory_allocated(device)) / bytes_per_sample)
-    )
+    room = max(CHECKED_SAMPLES, int(MEMORY_SHARE * (free - torch.cuda.memory_allocated(device)) / bytes_per_sample))
     if room >= samples:
         return batched
 

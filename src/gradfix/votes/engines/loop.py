@@ -56,9 +56,7 @@ class Batches:
 def batch_size(batch: Batch) -> int:
     sizes = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim}
     if len(sizes) != 1:
-        raise DataError(
-            f"a batch must hold tensors with one common first dimension, got sizes {sorted(sizes)}."
-        )
+        raise DataError(f"a batch must hold tensors with one common first dimension, got sizes {sorted(sizes)}.")
     return int(sizes.pop())
 
 

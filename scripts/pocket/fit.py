@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradfix.pocket.corruptions import Pixels
-from gradfix.pocket.shipped import State, module_names, network
+from gradfix.pocket.shipped import State, module_names, network, normalise
 from gradfix.training.steps import warmed
 
 Weights = dict[str, Tensor]
@@ -98,11 +98,6 @@ def _per_class(
     """The first `count` of every class, the classes taking turns, and the others."""
     chosen = np.stack([index[labels[index] == number][:count] for number in range(10)], axis=1).ravel()
     return chosen, index[~np.isin(index, chosen)]
-
-
-def normalise(images: Tensor) -> Tensor:
-    """uint8 (n, 28, 28) to the three equal channels in [-1, 1] that the models read."""
-    return (images.float() / 127.5 - 1).unsqueeze(1).expand(-1, 3, -1, -1)
 
 
 def augment(images: Tensor, recipe: FitRecipe, generator: torch.Generator) -> Tensor:
@@ -197,9 +192,7 @@ class Stepper:
     def __init__(self, model: torch.nn.Module, batch: int, weight_decay: float, head: bool) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self.parameters = [
-            value for name, value in model.named_parameters() if head or "classifier" not in name
-        ]
+        self.parameters = [value for name, value in model.named_parameters() if head or "classifier" not in name]
         self.images = torch.zeros(batch, 28, 28, dtype=torch.uint8, device=self.device)
         self.labels = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.lr = torch.zeros((), device=self.device)
@@ -223,9 +216,7 @@ class Stepper:
         return graph
 
     def _compute(self) -> None:
-        with torch.autocast(
-            self.device.type, torch.bfloat16, self.device.type == "cuda", cache_enabled=False
-        ):
+        with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda", cache_enabled=False):
             logits = self.model(pixel_values=normalise(self.images)).logits
             loss = torch.nn.functional.cross_entropy(logits, self.labels)
         grads = torch.autograd.grad(loss, self.parameters)

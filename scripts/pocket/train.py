@@ -1,6 +1,6 @@
 """Train the embedded models and write the files the package ships.
 
-    python -m gradfix.pocket.train --idx FOLDER --out FOLDER [--device cuda|cpu] [--quick]
+    python -m scripts.pocket.train --idx FOLDER --out FOLDER [--device cuda|cpu] [--quick]
 
 FOLDER holds Fashion-MNIST's four idx files, plain or gzipped. The script pre-trains three bases,
 scores them on every corruption, fine-tunes them on those that lie in range, measures naive addition
@@ -24,10 +24,11 @@ import numpy as np
 import torch
 import transformers
 
+import scripts.pocket.candidates  # noqa: F401  the corruptions that were not chosen
 from gradfix.pocket import shipped
 from gradfix.pocket.corruptions import CORRUPTIONS
-from gradfix.pocket.fit import Corpus, FitRecipe, Images, Weights, Workbench, split_corpus
 from gradfix.vectors.masks import keep_agreeing
+from scripts.pocket.fit import Corpus, FitRecipe, Images, Weights, Workbench, split_corpus
 
 SHOTS = 5
 BASE_LEVELS, TASK_LEVELS = 8, 3
@@ -41,9 +42,7 @@ NAIVE_WITHIN = 3.0
 GRADFIX_ABOVE = 10.0
 TARGETS = ("B_unrelated", "B_related")
 
-PRETRAIN = FitRecipe(
-    steps=3000, lr=1e-3, warmup=300, weight_decay=0.05, batch=512, shift=1, flip=True, head=True
-)
+PRETRAIN = FitRecipe(steps=3000, lr=1e-3, warmup=300, weight_decay=0.05, batch=512, shift=1, flip=True, head=True)
 ANCESTOR = replace(PRETRAIN, steps=2000)
 RELEASE_A = replace(PRETRAIN, steps=1000, lr=5e-4, warmup=100)
 RELEASE_B = replace(RELEASE_A, shift=3, flip=False)
@@ -83,9 +82,7 @@ QUICK = Scope(
 class Study:
     """Bases, corrupted data and scores of one run."""
 
-    def __init__(
-        self, lab: Workbench, corpus: Corpus, bases: dict[str, Weights], scope: Scope, clock: Clock
-    ) -> None:
+    def __init__(self, lab: Workbench, corpus: Corpus, bases: dict[str, Weights], scope: Scope, clock: Clock) -> None:
         self.lab, self.corpus, self.bases, self.scope, self.clock = lab, corpus, bases, scope, clock
         self._directions: dict[tuple[str, str, int], Weights] = {}
 
@@ -109,9 +106,7 @@ class Study:
         return coded
 
     def restore(self, coded: dict[str, shipped.Coded]) -> dict[str, Weights]:
-        states = {
-            name: shipped.restore(self.lab.to_disk(self.bases[name]), code) for name, code in coded.items()
-        }
+        states = {name: shipped.restore(self.lab.to_disk(self.bases[name]), code) for name, code in coded.items()}
         return {name: self.lab.from_disk(state) for name, state in states.items()}
 
     def direction(self, target: str, task: str, seed: int) -> Weights:
@@ -172,9 +167,7 @@ class Study:
 
 def _agree(tau: Weights, reference: Weights) -> Weights:
     """The entries of tau that point the way the reference does; tensors without a vote stay out."""
-    signs = {
-        name: reference[name].sign() if name in reference else torch.zeros_like(tau[name]) for name in tau
-    }
+    signs = {name: reference[name].sign() if name in reference else torch.zeros_like(tau[name]) for name in tau}
     return {name: keep_agreeing(value, signs[name]) for name, value in tau.items()}
 
 
@@ -310,9 +303,7 @@ def search(study: Study) -> Iterator[tuple[dict[str, Any], Any]]:
     """Fine-tune and score every corruption in range, recipe by recipe, until the clock runs out."""
     scores = {task: study.zero_shot(task) for task in CORRUPTIONS}
     for task, score in scores.items():
-        study.clock.say(
-            f"zero-shot {task}: " + ", ".join(f"{name} {row['dev']}" for name, row in score.items())
-        )
+        study.clock.say(f"zero-shot {task}: " + ", ".join(f"{name} {row['dev']}" for name, row in score.items()))
     limit = study.scope.tasks
     tasks = [task for task in scores if limit is not None or in_range(scores[task])][:limit]
     for recipe in (replace(recipe, **study.scope.training) for recipe in study.scope.recipes):
@@ -357,9 +348,7 @@ def pack(study: Study, found: list[tuple[dict[str, Any], Any]], out: Path, quick
         "seconds": round(study.clock.seconds(), 1),
     }
     (out / "figures.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    study.clock.say(
-        f"chosen {chosen.tasks}, contract holds: {chosen.holds}; {_size(out) / 1e6:.2f} MB in {out}"
-    )
+    study.clock.say(f"chosen {chosen.tasks}, contract holds: {chosen.holds}; {_size(out) / 1e6:.2f} MB in {out}")
 
 
 def _size(folder: Path) -> int:
@@ -373,9 +362,7 @@ def main() -> None:
     parser.add_argument("--bases", type=Path, help="take the bases from an earlier --out instead of training")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--search-seconds", type=float, default=1e9, help="start no new candidate after this")
-    parser.add_argument(
-        "--quick", action="store_true", help="a few steps only: checks the script, not the models"
-    )
+    parser.add_argument("--quick", action="store_true", help="a few steps only: checks the script, not the models")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,1 @@
+"""Scripts that made files of this repository; users need none of them."""
