@@ -127,10 +127,9 @@ def test_every_public_name_resolves():
 def test_editors_know_every_public_name():
     import gradfix
 
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
-    block = next(n for n in tree.body if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING")
-    shown = {alias.asname: node.module for node in block.body for alias in node.names}
-    assert shown == gradfix._HOMES
+    tree = ast.parse((SOURCE / "__init__.pyi").read_text())
+    shown = {alias.asname: node.module for node in tree.body for alias in node.names}
+    assert shown == {**gradfix._HOMES, "__version__": "gradfix._version"}
 
 
 def test_public_functions_are_not_hidden_by_modules():

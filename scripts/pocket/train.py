@@ -28,6 +28,7 @@ import scripts.pocket.candidates  # noqa: F401  the corruptions that were not ch
 from gradfix.pocket import shipped
 from gradfix.pocket.corruptions import CORRUPTIONS
 from gradfix.vectors.masks import keep_agreeing
+from scripts.pocket import writing
 from scripts.pocket.fit import Corpus, FitRecipe, Images, Weights, Workbench, split_corpus
 
 SHOTS = 5
@@ -102,7 +103,7 @@ class Study:
         coded = {}
         for number, (name, base) in enumerate(self.bases.items()):
             tuned = self.lab.fit(base, self.data(task, "all"), recipe, seed=100 + number)
-            coded[name] = shipped.quantise(self.lab.to_disk(base), self.lab.to_disk(tuned), TASK_LEVELS)
+            coded[name] = writing.quantise(self.lab.to_disk(base), self.lab.to_disk(tuned), TASK_LEVELS)
         return coded
 
     def restore(self, coded: dict[str, shipped.Coded]) -> dict[str, Weights]:
@@ -293,10 +294,10 @@ def pretrain(lab: Workbench, corpus: Corpus, scope: Scope, clock: Clock) -> dict
 
 def write_bases(lab: Workbench, bases: dict[str, Weights], out: Path) -> None:
     for name in ("A", "B_unrelated"):
-        shipped.write_base(out, name, lab.to_disk(bases[name]))
+        writing.write_base(out, name, lab.to_disk(bases[name]))
     rounded = shipped.read_base("A", out)
-    coded = shipped.quantise(rounded, lab.to_disk(bases["B_related"]), BASE_LEVELS)
-    shipped.write_deltas(out, {"B_related": coded})
+    coded = writing.quantise(rounded, lab.to_disk(bases["B_related"]), BASE_LEVELS)
+    writing.write_deltas(out, {"B_related": coded})
 
 
 def search(study: Study) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -326,10 +327,10 @@ def pack(study: Study, found: list[tuple[dict[str, Any], Any]], out: Path, quick
     deltas = {"B_related": shipped.read_coded(out, "B_related")}
     for task in chosen.tasks:
         deltas |= {f"{name}.{task}": code for name, code in picked[task][1].items()}
-    shipped.write_deltas(out, deltas)
+    writing.write_deltas(out, deltas)
     if _size(out) > SIZE_LIMIT:
         spare = {f"B_related.{task}" for task in chosen.tasks[1:]}
-        shipped.write_deltas(out, {name: code for name, code in deltas.items() if name not in spare})
+        writing.write_deltas(out, {name: code for name, code in deltas.items() if name not in spare})
     recipes = {"pretrain": PRETRAIN, "ancestor": ANCESTOR, "release_a": RELEASE_A, "release_b": RELEASE_B}
     report = {
         "primary": chosen.tasks[0],

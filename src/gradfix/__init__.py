@@ -1,12 +1,12 @@
 """gradfix: move a fine-tune onto the next release of its base model.
 
-The public names are imported on first use, so `import gradfix` costs nothing. No module
+The public names are imported on first use, so `import gradfix` costs nothing; `__init__.pyi` tells editors of them. No module
 shares its name with a public function: importing a submodule would hide the function."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradfix._version import __version__
 
@@ -58,35 +58,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
-
-
-if TYPE_CHECKING:
-    from gradfix.align import ALIGNERS as ALIGNERS, Alignment as Alignment
-    from gradfix.checkpoints.open import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
-    from gradfix.checkpoints.write import verify as verify
-    from gradfix.errors import GradfixError as GradfixError
-    from gradfix.merging.folders import merge_checkpoints as merge_checkpoints
-    from gradfix.merging.memory import (
-        MERGES as MERGES,
-        consensus as consensus,
-        mask_then_merge as mask_then_merge,
-        merge as merge,
-        merge_then_mask as merge_then_mask,
-    )
-    from gradfix.methods.comparison import compare as compare
-    from gradfix.stream.checkpoint import transport_checkpoint as transport_checkpoint
-    from gradfix.tasks.base import TASKS as TASKS
-    from gradfix.tasks.scoring import evaluate as evaluate
-    from gradfix.training.best import best as best
-    from gradfix.training.finetuning import finetune as finetune
-    from gradfix.vectors.masks import MASKS as MASKS
-    from gradfix.vectors.scale import ScaleCurve as ScaleCurve, search_scale as search_scale
-    from gradfix.vectors.selection import SELECTORS as SELECTORS, select as select
-    from gradfix.vectors.signvotes import SignVotes as SignVotes
-    from gradfix.vectors.taskvector import TaskVector as TaskVector
-    from gradfix.vectors.transported import Transported as Transported, apply as apply, transport as transport
-    from gradfix.votes.collect import (
-        ENGINES as ENGINES,
-        collect_gradient as collect_gradient,
-        collect_votes as collect_votes,
-    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from gradfix.cli.console import Output, asker
+from gradfix.cli.console import Printer, asker
 from gradfix.cli.options import command
 from gradfix.commands import configs
 from gradfix.errors import UsageError
@@ -46,7 +46,7 @@ def _root(
 ) -> None: ...
 
 
-def _transport(config: configs.TransportConfig, out: Output) -> None:
+def _transport(config: configs.TransportConfig, out: Printer) -> None:
     from gradfix.commands.transport import run_transport
 
     with out.stages() as stage:
@@ -57,15 +57,15 @@ def _transport(config: configs.TransportConfig, out: Output) -> None:
         rows.append(("margin", f"{result.margin:g}"))
     if result.report is not None:
         rows.append(("kept", f"{result.report.kept:.1%}"))
-    rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
-    if result.before and result.after:
-        rows.append(("test accuracy", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
+    rows.append(("few-shot loss", f"{result.fewshot_loss_before:.4f} -> {result.fewshot_loss_after:.4f}"))
+    if result.test_before and result.test_after:
+        rows.append(("test accuracy", f"{result.test_before['accuracy']:.2f} -> {result.test_after['accuracy']:.2f}"))
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
     out.notes(result.notes)
     out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
 
 
-def _vote(config: configs.VoteConfig, out: Output) -> None:
+def _vote(config: configs.VoteConfig, out: Printer) -> None:
     from gradfix.commands.vote import plan_vote, run_vote
     from gradfix.system.processes import leads
 
@@ -85,7 +85,7 @@ def _vote(config: configs.VoteConfig, out: Output) -> None:
     out.say(f"wrote {result.out}: {votes.count} samples, {len(votes)} tensors, {votes.tie_rate():.1%} ties")
 
 
-def _plan(config: configs.PlanConfig, out: Output) -> None:
+def _plan(config: configs.PlanConfig, out: Printer) -> None:
     from gradfix.commands.plan import run_plan
 
     result = run_plan(config)
@@ -99,7 +99,7 @@ def _plan(config: configs.PlanConfig, out: Output) -> None:
         out.say("no way fits the memory there is: more --devices, or --dtype bf16")
 
 
-def _evaluate(config: configs.EvaluateConfig, out: Output) -> None:
+def _evaluate(config: configs.EvaluateConfig, out: Printer) -> None:
     from gradfix.commands.evaluate import run_evaluate
 
     with out.stages() as stage:
@@ -109,7 +109,7 @@ def _evaluate(config: configs.EvaluateConfig, out: Output) -> None:
             f"{result['samples']} examples of {result['split']}")  # fmt: skip
 
 
-def _finetune(config: configs.FinetuneConfig, out: Output) -> None:
+def _finetune(config: configs.FinetuneConfig, out: Printer) -> None:
     from gradfix.commands.finetune import run_finetune
 
     with out.bar("fine-tuning", config.steps) as step:
@@ -119,7 +119,7 @@ def _finetune(config: configs.FinetuneConfig, out: Output) -> None:
     out.say(result["summary"])
 
 
-def _inspect(config: configs.InspectConfig, out: Output) -> None:
+def _inspect(config: configs.InspectConfig, out: Printer) -> None:
     from gradfix.commands.inspect import run_inspect
 
     with out.stages() as stage:
@@ -130,7 +130,7 @@ def _inspect(config: configs.InspectConfig, out: Output) -> None:
     out.notes(result.notes)
 
 
-def _verify(config: configs.VerifyConfig, out: Output) -> None:
+def _verify(config: configs.VerifyConfig, out: Printer) -> None:
     from gradfix.checkpoints.write import verify
 
     files = len(verify(config.out)["outputs"])
@@ -138,7 +138,7 @@ def _verify(config: configs.VerifyConfig, out: Output) -> None:
     out.say(f"{config.out}: manifest and {files} hashes hold")
 
 
-def _select(config: configs.SelectConfig, out: Output) -> None:
+def _select(config: configs.SelectConfig, out: Printer) -> None:
     from gradfix.commands.select import plan_select, run_select
 
     if config.dry_run:
@@ -149,7 +149,7 @@ def _select(config: configs.SelectConfig, out: Output) -> None:
     out.say(f"wrote {config.out}: {len(result['ids'])} examples by {config.select}")
 
 
-def _demo(config: configs.DemoConfig, out: Output) -> None:
+def _demo(config: configs.DemoConfig, out: Printer) -> None:
     from gradfix.commands.demo import run_demo, unpack
 
     if config.dry_run:
@@ -165,7 +165,7 @@ def _demo(config: configs.DemoConfig, out: Output) -> None:
     _show(results, out, config.report)
 
 
-def _compare(config: configs.CompareConfig, out: Output) -> None:
+def _compare(config: configs.CompareConfig, out: Printer) -> None:
     from gradfix.commands.compare import plan_compare, run_compare
     from gradfix.commands.verdict import ship_command
 
@@ -177,7 +177,7 @@ def _compare(config: configs.CompareConfig, out: Output) -> None:
     _show(results, out, config.report, partial(ship_command, config))
 
 
-def _show(results: Any, out: Output, report: str | None, ship: Callable[[Any], str | None] = lambda _: None) -> None:
+def _show(results: Any, out: Printer, report: str | None, ship: Callable[[Any], str | None] = lambda _: None) -> None:
     out.text(results.to_json())
     header, *cells = results.table()
     out.table("accuracy on test, mean and spread over seeds", header, cells)
@@ -192,7 +192,7 @@ def _show(results: Any, out: Output, report: str | None, ship: Callable[[Any], s
         out.say(f"\nwrote {report}")
 
 
-def _merge(config: configs.MergeConfigOptions, out: Output) -> None:
+def _merge(config: configs.MergeConfigOptions, out: Printer) -> None:
     from gradfix.commands.merge import run_merge_command
 
     with out.stages() as stage:
@@ -202,7 +202,7 @@ def _merge(config: configs.MergeConfigOptions, out: Output) -> None:
     out.notes(result.get("notes", []))
 
 
-def _reproduce(config: configs.ReproduceConfig, out: Output) -> None:
+def _reproduce(config: configs.ReproduceConfig, out: Printer) -> None:
     from gradfix.experiments import plan_reproduce
 
     planned = plan_reproduce(config.table, config.suite, quick=config.quick, out=config.out, local=config.local)
@@ -220,7 +220,7 @@ def _reproduce(config: configs.ReproduceConfig, out: Output) -> None:
         out.table(*table)
 
 
-def _report(config: configs.ReportConfig, out: Output) -> None:
+def _report(config: configs.ReportConfig, out: Printer) -> None:
     from gradfix.commands.compare import plan_report, run_report
 
     if config.dry_run:
@@ -231,7 +231,7 @@ def _report(config: configs.ReportConfig, out: Output) -> None:
     out.say(f"wrote {path}")
 
 
-def _init(config: Any, out: Output) -> None:
+def _init(config: Any, out: Printer) -> None:
     from gradfix.commands.init import run_init
 
     result = run_init(config, None if out.quiet else asker())
@@ -241,7 +241,7 @@ def _init(config: Any, out: Output) -> None:
     out.say(f"{'wrote' if result.written else 'would write'} {result.out}; {result.next_step}")
 
 
-def _push(config: configs.PushConfig, out: Output) -> None:
+def _push(config: configs.PushConfig, out: Printer) -> None:
     from gradfix.commands.push import run_push
 
     with out.stages() as stage:
@@ -255,7 +255,7 @@ def _push(config: configs.PushConfig, out: Output) -> None:
         out.say(f"see {result.url}")
 
 
-COMMANDS: dict[str, tuple[type[Any], Callable[[Any, Output], None]]] = {
+COMMANDS: dict[str, tuple[type[Any], Callable[[Any, Printer], None]]] = {
     "demo": (configs.DemoConfig, _demo),
     "transport": (configs.TransportConfig, _transport),
     "compare": (configs.CompareConfig, _compare),

@@ -33,7 +33,7 @@ def say_notes(notes: Sequence[str]) -> None:
         console.print(Text.assemble(("note:", "yellow"), " ", _plain(note)))
 
 
-class Output:
+class Printer:
     """Where a command's result goes: JSON to a file or to standard output, and words for people.
 
     With JSON on standard output nothing else is printed there; notes and progress go to standard error."""

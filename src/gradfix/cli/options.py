@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradfix.cli.console import Output
+from gradfix.cli.console import Printer
 from gradfix.commands.configs import help_text
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
@@ -55,7 +55,7 @@ def expand_lists(argv: list[str], kind: type[Config] | None) -> list[str]:
     return out
 
 
-def command(kind: type[Config], body: Callable[[Config, Output], None], *, explained: bool) -> Callable[..., None]:
+def command(kind: type[Config], body: Callable[[Config, Printer], None], *, explained: bool) -> Callable[..., None]:
     """A typer callback whose options are the fields of `kind`."""
     hints = typing.get_type_hints(kind)
     order = sorted(fields_of(kind).items(), key=lambda item: not item[1].metadata["required"])
@@ -68,7 +68,7 @@ def command(kind: type[Config], body: Callable[[Config, Output], None], *, expla
     parameters.append(_keyword("quiet", bool, typer.Option("--quiet", "-q", help="Print nothing but errors."), False))
 
     def callback(**given: Any) -> None:
-        out = Output(given.pop("json"), given.pop("quiet"))
+        out = Printer(given.pop("json"), given.pop("quiet"))
         path = None if has_config else given.pop("config")
         config = settle(kind, given, path)
         from gradfix.commands.guard import guard_outputs

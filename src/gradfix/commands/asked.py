@@ -52,11 +52,10 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
     name = name or config.method or (SPELLED if given(config).keys() & set(DIALS) else DEFAULT)
     if name == SPELLED:
         run = _masked(config, PAPER)
-        title = run.mask
         known = next((n for n, m in METHODS.items() if m.run == replace(run, alpha=None, margin=None)), None)
         if known is not None:
             return Asked(known, replace(METHODS[known], run=run), replace(config, method=None, mask=run.mask))
-        return Asked(title, Method(run, title), replace(config, method=None))
+        return Asked(run.mask, Method(run, run.mask), replace(config, method=None))
     if name not in shippable():
         raise UsageError(unknown("method", name, shippable()))
     method = METHODS[name]

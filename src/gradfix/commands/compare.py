@@ -18,8 +18,12 @@ from gradfix.methods.comparison import compare
 from gradfix.methods.methods import METHODS
 from gradfix.methods.opening import read_splits
 from gradfix.methods.results import Results
+from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
+
+# Options that the command and `gradfix.compare` call by one name.
+SAME = ("base", "tuned", "target", "target_tuned", "shots", "seeds", "head", "strict", *Passes.__dataclass_fields__)
 
 
 @halving_batches(in_notes)
@@ -33,26 +37,16 @@ def run_compare(
     stage("reading examples")
     dataset, validation, unlabelled = _examples(config)
     results = compare(
-        base=config.base,
-        tuned=config.tuned,
-        target=config.target,
-        target_tuned=config.target_tuned,
+        **{name: getattr(config, name) for name in SAME},
         data=dataset,
         task=make_task(config, dataset),
-        shots=config.shots,
-        seeds=config.seeds,
         methods=config.methods or None,
         validation=validation,
         unlabelled=unlabelled,
-        head=config.head,
-        strict=config.strict,
         work=_work_folder(config, json_out),
         finetune={"steps": config.finetune_steps} if config.finetune_target else False,
-        batch_size=config.batch_size,
         dtype=torch_dtype(config.dtype),
         device=device_of(config.device),
-        engine=config.engine,
-        allow_fewer=config.allow_fewer,
         command=command_line("compare", config),
         progress=lambda what, done, total: stage(f"{what} ({done}/{total})"),
     )

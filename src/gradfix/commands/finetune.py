@@ -11,7 +11,7 @@ from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.configs import FinetuneConfig, given
 from gradfix.commands.guard import sole_writer
-from gradfix.commands.setting import Setting, setting
+from gradfix.commands.setting import Start, setting
 from gradfix.data import Row, check_disjoint, few_shot
 from gradfix.errors import DataError
 from gradfix.tasks.scoring import evaluate
@@ -52,7 +52,7 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     return result
 
 
-def _training_rows(start: Setting, config: FinetuneConfig) -> tuple[list[Row], list[str]]:
+def _training_rows(start: Start, config: FinetuneConfig) -> tuple[list[Row], list[str]]:
     """The examples to train on, none of which the test split knows, and notes on the data."""
     rows, test = start.dataset.pick("train"), start.dataset.splits.get("test")
     if rows is test:

@@ -30,21 +30,21 @@ def write_page(wanted: Asked, result: TransportResult, samples: int) -> Path:
 
 def page_results(wanted: Asked, result: TransportResult, samples: int) -> Results:
     config, name, traits = wanted.config, wanted.name, wanted.method.traits
-    if result.before is None or result.after is None:
+    if result.test_before is None or result.test_after is None:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     shared: dict[str, Any] = {
         "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
-        "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
-        "flops": None, "samples": samples, "test_samples": int(result.before["samples"]), "margin": None, "kept": None,
+        "regime": result.regime, "validation_accuracy": None, "loss_before": result.fewshot_loss_before, "slope": None,
+        "flops": None, "samples": samples, "test_samples": int(result.test_before["samples"]), "margin": None, "kept": None,
     }  # fmt: skip
     before = shared | {
-        "method": FLOOR, "accuracy": result.before["accuracy"], "alpha": 0.0, "seconds": 0.0,
-        "test_loss": result.before["loss"], "loss_after": result.loss_before, "notes": [],
+        "method": FLOOR, "accuracy": result.test_before["accuracy"], "alpha": 0.0, "seconds": 0.0,
+        "test_loss": result.test_before["loss"], "loss_after": result.fewshot_loss_before, "notes": [],
     }  # fmt: skip
     after = shared | {
-        "method": name, "accuracy": result.after["accuracy"], "alpha": result.alpha, "margin": result.margin,
-        "seconds": sum(result.seconds.values()), "test_loss": result.after["loss"],
-        "loss_after": result.loss_after, "kept": result.report.kept if result.report else None,
+        "method": name, "accuracy": result.test_after["accuracy"], "alpha": result.alpha, "margin": result.margin,
+        "seconds": sum(result.seconds.values()), "test_loss": result.test_after["loss"],
+        "loss_after": result.fewshot_loss_after, "kept": result.report.kept if result.report else None,
         "notes": list(result.notes),
     }  # fmt: skip
     where = {"pair": None, "shots": config.shots, "seed": config.seed, "method": name}
@@ -105,10 +105,10 @@ def _chosen(config: TransportConfig, result: TransportResult) -> str:
 
 def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], samples: int) -> dict[str, Any]:
     """In the place of a verdict: what was done and what it did on test."""
-    assert result.before is not None and result.after is not None
+    assert result.test_before is not None and result.test_after is not None
     config = wanted.config
     advice = _deed(wanted, result, samples)
-    before, now = result.before["accuracy"], result.after["accuracy"]
+    before, now = result.test_before["accuracy"], result.test_after["accuracy"]
     text = (
         f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
         f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried: that is what gradfix compare is for."

@@ -20,7 +20,7 @@ NO_VALIDATION = "none"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Start:
     """Checked data and the task over it; no model is loaded yet."""
 
     options: DataOptions
@@ -78,11 +78,11 @@ def read_unlabelled(source: str, options: DataOptions) -> list[Row]:
     )
 
 
-def setting(options: DataOptions) -> Setting:
+def setting(options: DataOptions) -> Start:
     """Read and check the data, then make the task; no model is touched before the data is known to be good."""
     dataset = read_data(options.data, options)
     heal_torchvision()
-    return Setting(options, dataset, make_task(options, dataset), dataset.notes)
+    return Start(options, dataset, make_task(options, dataset), dataset.notes)
 
 
 def make_task(options: DataOptions, dataset: Dataset) -> Task:
@@ -108,7 +108,7 @@ def make_task(options: DataOptions, dataset: Dataset) -> Task:
     return kind(dataset.labels, **given)  # type: ignore[call-arg]
 
 
-def draw(start: Setting, options: ShotOptions, validation: str | None = None, base: str | None = None) -> Shots:
+def draw(start: Start, options: ShotOptions, validation: str | None = None, base: str | None = None) -> Shots:
     """The few-shot set of a seed, with validation and test kept apart by content."""
     pool = start.dataset.pick("train")
     if pool is start.dataset.splits.get("test"):
@@ -127,7 +127,7 @@ def draw(start: Setting, options: ShotOptions, validation: str | None = None, ba
     return Shots(fewshot, indices, held, test, (*start.notes, *check_disjoint(parts)))
 
 
-def validation_rows(start: Setting, validation: str | None) -> list[Row] | None:
+def validation_rows(start: Start, validation: str | None) -> list[Row] | None:
     """Validation data by the user's word: a source, 'none', or the data's own split."""
     if validation == NO_VALIDATION:
         return None
@@ -140,7 +140,7 @@ def validation_rows(start: Setting, validation: str | None) -> list[Row] | None:
     return rows
 
 
-def _pick(start: Setting, options: ShotOptions, pool: list[Row], base: str | None) -> list[int]:
+def _pick(start: Start, options: ShotOptions, pool: list[Row], base: str | None) -> list[int]:
     if options.select == "random":
         return few_shot(pool, options.shots, options.seed, options.allow_fewer, labels=list(start.dataset.labels))
     if base is None:

@@ -26,7 +26,7 @@ from gradfix.commands.asked import Asked, asked
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, sole_writer
 from gradfix.commands.page import write_page
-from gradfix.commands.setting import Setting, Shots, device_of, draw, read_unlabelled, setting
+from gradfix.commands.setting import Shots, Start, device_of, draw, read_unlabelled, setting
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
@@ -56,29 +56,17 @@ class TransportResult:
     regime: str  # what chose alpha: "given", "validation", "few_shot" or "recipe"
     report: StreamReport | None
     curve: list[tuple[float, float]] | None  # alpha and the score where it was chosen
-    before: dict[str, float] | None
-    after: dict[str, float] | None
-    loss_before: float | None
-    loss_after: float | None
+    test_before: dict[str, float] | None
+    test_after: dict[str, float] | None
+    fewshot_loss_before: float | None
+    fewshot_loss_after: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        content = {
-            "out": str(self.out),
-            "alpha": self.alpha,
-            "margin": self.margin,
-            "regime": self.regime,
-            "kept": self.report.kept if self.report else None,
-            "curve": self.curve,
-            "test_before": self.before,
-            "test_after": self.after,
-            "fewshot_loss_before": self.loss_before,
-            "fewshot_loss_after": self.loss_after,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-        }
-        return dict(_finite(content))
+        content = {name: value for name, value in vars(self).items() if name != "report"}
+        kept = self.report.kept if self.report else None
+        return dict(_finite({**content, "out": str(self.out), "kept": kept}))
 
 
 def _finite(content: Any) -> Any:
@@ -129,7 +117,7 @@ def require_target(votes: SignVotes, target: Checkpoint) -> None:
         )
 
 
-def _refuse_swapped(config: TransportConfig, start: Setting, shots: Shots, trio: Trio) -> None:
+def _refuse_swapped(config: TransportConfig, start: Start, shots: Shots, trio: Trio) -> None:
     """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
     if config.head != "error":
         return  # the base has no head of its own to be scored with
@@ -164,7 +152,7 @@ class _Partials(Store):
 class _Transport:
     """The steps of one transport, with what they share."""
 
-    def __init__(self, wanted: Asked, trio: Trio, start: Setting, shots: Shots, stage: Stage) -> None:
+    def __init__(self, wanted: Asked, trio: Trio, start: Start, shots: Shots, stage: Stage) -> None:
         self.wanted, self.config, self.trio = wanted, wanted.config, trio
         self.start, self.shots, self.stage = start, shots, stage
         config = self.config

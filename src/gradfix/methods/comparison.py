@@ -35,6 +35,10 @@ from gradfix.vectors.signvotes import SignVotes
 
 Progress = Callable[[str, int, int], None]
 Unit = dict[str, Any]
+ROW = (
+    *("method", "accuracy", "alpha", "margin", "seconds", "validation_accuracy", "validation_score", "test_loss"),
+    *("slope", "kept", "flops", "notes"),
+)
 
 
 def compare(
@@ -254,29 +258,13 @@ class _Run:
         parts = {
             name: unit["parts"][name] for name in ("rate", "steps", "start_alpha", "tie_rate") if name in unit["parts"]
         }
+        found = len(self.trial.examples[self.trial.few_shot_set(shots, seed)])
         return {
-            "pair": pair,
-            "task": Path(self.opened.dataset.source).name,
-            "method": unit["method"],
-            "shots": shots,
-            "seed": seed,
-            "accuracy": unit["accuracy"],
-            "recovered": None,
-            "alpha": unit["alpha"],
-            "margin": unit["margin"],
-            "seconds": unit["seconds"],
-            "regime": self.trial.regime,
-            "validation_accuracy": unit["validation_accuracy"],
-            "validation_score": unit["validation_score"],
-            "test_loss": unit["test_loss"],
-            "loss_before": unit["loss_before"][here],
-            "loss_after": unit["loss_after"][here],
-            "slope": unit["slope"],
-            "kept": unit["kept"],
-            "flops": unit["flops"],
-            "samples": 0 if fixed else len(self.trial.examples[self.trial.few_shot_set(shots, seed)]),
-            "test_samples": len(self.opened.splits.test),
-            "notes": unit["notes"],
+            **{"pair": pair, "task": Path(self.opened.dataset.source).name, "shots": shots, "seed": seed},
+            **{name: unit[name] for name in ROW},
+            **{name: unit[name][here] for name in ("loss_before", "loss_after")},
+            **{"recovered": None, "regime": self.trial.regime, "test_samples": len(self.opened.splits.test)},
+            "samples": 0 if fixed else found,
             **parts,
         }
 
@@ -288,13 +276,11 @@ class _Run:
                 where = {"pair": pair, "shots": shots, "seed": seed, "method": unit["method"]}
                 parts = unit["parts"]
                 if "curve" in parts:
-                    found["curves"].append(
-                        {**where, "rule": parts.get("rule"), "points": parts["curve"], "best": unit["alpha"]}
-                    )
+                    drawn = {"rule": parts.get("rule"), "points": parts["curve"], "best": unit["alpha"]}
+                    found["curves"].append({**where, **drawn})
                 if "agreement" in parts:
-                    found["agreement"].append(
-                        {**where, "rule": parts["rule"], "with": parts["agreement_with"], "blocks": parts["agreement"]}
-                    )
+                    seen = {"rule": parts["rule"], "with": parts["agreement_with"], "blocks": parts["agreement"]}
+                    found["agreement"].append({**where, **seen})
                 if "kept" in parts and METHODS[unit["method"]].traits.keeps:
                     found["kept"].append({**where, "blocks": parts["kept"]})
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +20,10 @@ from gradfix.methods.methods import traits_of
 from gradfix.methods.verdicts import judge, mean, spread
 
 Row = dict[str, Any]
+AVERAGED = (
+    *("accuracy", "recovered", "margin", "seconds", "flops", "validation_accuracy", "loss_before", "loss_after"),
+    "kept",
+)
 FIELDS = ("method", "shots", "seed", "accuracy", "recovered", "alpha", "seconds")
 
 
@@ -102,23 +106,19 @@ class Results:
         """Header and cells as text, for any printer."""
         rows = self.summary_rows()
         several, untested = len(self.pairs()) > 1, any(row["accuracy"] is None for row in rows)
-        header = [
-            *(["pair"] if several else []),
-            "shots",
-            "method",
-            *(["held out"] if untested else []),
-            "accuracy",
-            "recovered",
-            "alpha",
-            "seconds",
-        ]
-        cells = []
-        for row in rows:
-            start = [str(row["pair"])] if several else []
-            held = [number_text(row["validation_accuracy"], ".1f")] if untested else []
-            cells.append([*start, str(row["shots"]), row["method"], *held, accuracy_text(row), share_text(row["recovered"]),
-                          number_text(row["alpha"]), f"{row['seconds']:.1f}"])  # fmt: skip
-        return [header, *cells]
+        columns: dict[str, Callable[[dict[str, Any]], str]] = {
+            "pair": lambda row: str(row["pair"]),
+            "shots": lambda row: str(row["shots"]),
+            "method": lambda row: str(row["method"]),
+            "held out": lambda row: number_text(row["validation_accuracy"], ".1f"),
+            "accuracy": accuracy_text,
+            "recovered": lambda row: share_text(row["recovered"]),
+            "alpha": lambda row: number_text(row["alpha"]),
+            "seconds": lambda row: f"{row['seconds']:.1f}",
+        }
+        left_out = {"pair": not several, "held out": not untested}
+        header = [name for name in columns if not left_out.get(name)]
+        return [header, *([columns[name](row) for name in header] for row in rows)]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -202,22 +202,10 @@ def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str,
     accuracies = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     alphas = sorted(row["alpha"] for row in rows)
     return {
-        "pair": pair,
-        "shots": shots,
-        "method": method,
-        "title": title,
-        "accuracy": mean(accuracies),
+        **{"pair": pair, "shots": shots, "method": method, "title": title, "seeds": len(rows)},
+        **{name: mean([row.get(name) for row in rows]) for name in AVERAGED},
         "spread": spread(accuracies),
-        "recovered": mean([row["recovered"] for row in rows]),
         "alpha": alphas[len(alphas) // 2],
-        "margin": mean([row.get("margin") for row in rows]),
-        "seconds": fmean(row["seconds"] for row in rows),
-        "flops": mean([row.get("flops") for row in rows]),
-        "validation_accuracy": mean([row.get("validation_accuracy") for row in rows]),
-        "loss_before": mean([row.get("loss_before") for row in rows]),
-        "loss_after": mean([row.get("loss_after") for row in rows]),
-        "kept": mean([row.get("kept") for row in rows]),
-        "seeds": len(rows),
     }
 
 

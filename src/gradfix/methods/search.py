@@ -37,16 +37,9 @@ class Search:
     def quick(cls) -> Search:
         """A coarse search for demonstrations: the same rules, fewer points."""
         return cls(
-            alphas=(0.25, 0.5, 1.0),
-            wider=(1.5, 2.0, 3.0, 4.0, 6.0, 8.0),
-            probes=(0.5, 1.0),
-            margins=(0.0, 0.4, 1.0),
-            rates=(1e-4, 3e-4),
-            steps=(8, 16),
-            step_batch=16,
-            folds=3,
-            patience=1,
-        )
+            alphas=(0.25, 0.5, 1.0), wider=(1.5, 2.0, 3.0, 4.0, 6.0, 8.0), probes=(0.5, 1.0), margins=(0.0, 0.4, 1.0),
+            rates=(1e-4, 3e-4), steps=(8, 16), step_batch=16, folds=3, patience=1,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

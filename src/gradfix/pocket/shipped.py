@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,36 +37,7 @@ BASES = ("A", "B_unrelated", "B_related")
 PAIRS = {"unrelated": ("A", "B_unrelated"), "related": ("A", "B_related")}
 SPLITS = ("train", "validation", "test")
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["ViTForImageClassification"],
-    "model_type": "vit",
-    "image_size": 28,
-    "patch_size": 4,
-    "num_channels": 3,
-    "hidden_size": 128,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "intermediate_size": 512,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "layer_norm_eps": 1e-12,
-    "qkv_bias": True,
-    "dtype": "float32",
-    "id2label": {str(number): name for number, name in enumerate(CLASSES)},
-    "label2id": {name: number for number, name in enumerate(CLASSES)},
-}
-PREPROCESSOR: dict[str, Any] = {
-    "image_processor_type": "ViTImageProcessor",
-    "do_resize": True,
-    "size": {"height": 28, "width": 28},
-    "resample": 2,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
+SIDE_FILES = ("config.json", "preprocessor_config.json")
 
 
 def network() -> ViTForImageClassification:
@@ -77,7 +47,7 @@ def network() -> ViTForImageClassification:
     heal_torchvision()
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig.from_dict(CONFIG)).eval()
+    return ViTForImageClassification(ViTConfig.from_dict(_read_json(DATA / SIDE_FILES[0]))).eval()
 
 
 @functools.cache
@@ -86,18 +56,6 @@ def module_names() -> dict[str, str]:
     from gradfix.checkpoints.names import disk_names
 
     return {disk: module for module, disk in disk_names(network()).items()}
-
-
-def quantise(base: Mapping[str, NDArray[Any]], tuned: Mapping[str, NDArray[Any]], levels: float) -> Coded:
-    """Code `tuned - base` with `levels` steps to the root mean square of each tensor."""
-    symbols, steps = [], []
-    for name in sorted(base):
-        delta = tuned[name].astype(np.float64) - base[name].astype(np.float64)
-        step = np.float32(max(np.sqrt(np.mean(delta**2)) / levels, np.abs(delta).max() / 127))
-        coded = np.rint(delta / np.float64(step)) if step > 0 else np.zeros_like(delta)
-        symbols.append(np.clip(coded, -127, 127).astype(np.int8).ravel())
-        steps.append(step)
-    return np.concatenate(symbols), np.array(steps, np.float32)
 
 
 def restore(base: State, coded: Coded) -> State:
@@ -147,22 +105,12 @@ def read_images(split: str, folder: Path = DATA) -> tuple[NDArray[np.uint8], NDA
 @functools.cache
 def read_figures(folder: Path = DATA) -> dict[str, Any]:
     """What the training script measured; treat the result as read-only."""
-    figures: dict[str, Any] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
-    return figures
+    return _read_json(folder / "figures.json")
 
 
-def write_base(folder: Path, name: str, state: Mapping[str, NDArray[Any]]) -> None:
-    from safetensors.numpy import save_file
-
-    halves = {key: np.ascontiguousarray(value.astype(np.float16)) for key, value in state.items()}
-    save_file(halves, folder / f"{name}.safetensors", metadata={"format": "pt"})
-
-
-def write_deltas(folder: Path, coded: Mapping[str, Coded]) -> None:
-    arrays: dict[str, Any] = {}
-    for name, (symbols, steps) in coded.items():
-        arrays |= {name: symbols, f"{name}.steps": steps}
-    np.savez_compressed(folder / "deltas.npz", **arrays)
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
 
 
 def read_coded(folder: Path, name: str) -> Coded:
@@ -197,8 +145,8 @@ def write_model(folder: Path, state: State) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     # through bytes: save_file leaves the file readable by its owner only
     (folder / "model.safetensors").write_bytes(save(state, metadata={"format": "pt"}))
-    _write_json(folder / "config.json", CONFIG)
-    _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
+    for name in SIDE_FILES:
+        _write_json(folder / name, _read_json(DATA / name))
     return folder
 
 

@@ -316,11 +316,8 @@ def _adapter_config(rank: int, ranks: Mapping[str, int], base: str, saved: list[
         "lora_alpha": rank,
         "rank_pattern": short,
         "alpha_pattern": short,
-        "lora_dropout": 0.0,
         "bias": "all" if biased else "none",
         "target_modules": sorted(ranks),
         "modules_to_save": saved or None,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
+        **{"lora_dropout": 0.0, "init_lora_weights": True, "use_rslora": False, "use_dora": False},
     }

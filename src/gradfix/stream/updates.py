@@ -39,11 +39,8 @@ class Counts:
     base_square: float = 0.0
 
     def add(self, other: Counts) -> None:
-        self.nonzero += other.nonzero
-        self.kept += other.kept
-        self.survived += other.survived
-        self.tau_square += other.tau_square
-        self.base_square += other.base_square
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
     def norm_ratio(self) -> float:
         """Size of the change beside the size of what was changed."""

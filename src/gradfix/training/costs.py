@@ -22,13 +22,7 @@ class Work:
     seconds: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.steps + other.steps,
-            self.vectors + other.vectors,
-            self.seconds + other.seconds,
-        )
+        return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
     def flops(self, parameters: int, tokens: float = 1.0) -> float:
         passes = FORWARD * self.forward + BACKWARD * self.backward
