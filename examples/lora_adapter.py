@@ -29,5 +29,5 @@ config = TransportConfig(
     shots=2, mask="veto", margin="0.5", alpha="1", out="moved-adapter", out_lora=8,
 )  # fmt: skip
 result = run_transport(config)
-print(f"test accuracy {result.before['accuracy']:.1f} % -> {result.after['accuracy']:.1f} %")
+print(f"test accuracy {result.test_before['accuracy']:.1f} % -> {result.test_after['accuracy']:.1f} %")
 PeftModel.from_pretrained(pocket.model(pocket.pair("related").target), "moved-adapter")

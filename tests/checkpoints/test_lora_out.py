@@ -255,4 +255,4 @@ def test_the_command_writes_an_adapter_for_the_target(targets: Callable[[str], P
     moved = dict(merged.named_parameters())
     for name, delta in tau.items():
         torch.testing.assert_close(moved[name].detach() - open_checkpoint(target).read(name), delta, rtol=0, atol=1e-6)
-    assert verify(tmp_path / "out")["details"]["measured"]["fewshot_loss_after"] == result.loss_after
+    assert verify(tmp_path / "out")["details"]["measured"]["fewshot_loss_after"] == result.fewshot_loss_after

@@ -60,7 +60,7 @@ class Miniature(Suite):
         def aligned(how: str) -> TaskVector:
             raise IncompatibleCheckpoints("a perceptron has no permutation spec.")
 
-        arena = Trial(
+        trial = Trial(
             bound,
             TaskVector.between(self.base, self.tuned["base", task]),
             Splits(rows(60, 4, shift), rows(30, 5, shift), rows(30, 6, shift)),
@@ -70,7 +70,7 @@ class Miniature(Suite):
             ),
         )
         size = sum(p.numel() for p in self.target.parameters())
-        return Scene(arena, lambda: NumbersBound(self.base), 60, 3, size, 1.0)
+        return Scene(trial, lambda: NumbersBound(self.base), 60, 3, size, 1.0)
 
     def support(self, pair: str, side: str) -> SupportSet:
         return SupportSet(NumbersBound(self.base if side == "base" else self.target), rows(30, 7, 0.0))

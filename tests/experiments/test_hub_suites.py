@@ -151,9 +151,9 @@ def test_the_pocket_suite_opens_the_embedded_models():
     assert suite.tasks("unrelated") == tuple(pocket.TASKS)
     scene = suite.open("unrelated", pocket.PRIMARY)
     assert scene.samples == pocket.figures()["images"]["all"]
-    assert len(few_shot(scene.arena.splits.train, 5, 0)) == 50
-    assert not any(name.startswith("classifier.") for name in scene.arena.bound.trainable())
-    batch = next(iter(scene.base().batches(scene.arena.splits.test[:4])))
-    assert scene.arena.bound.features(scene.arena.model, batch).shape == (4, 128)
+    assert len(few_shot(scene.trial.splits.train, 5, 0)) == 50
+    assert not any(name.startswith("classifier.") for name in scene.trial.bound.trainable())
+    batch = next(iter(scene.base().batches(scene.trial.splits.test[:4])))
+    assert scene.trial.bound.features(scene.trial.model, batch).shape == (4, 128)
     side = suite.support("unrelated", "target")
     assert len(side.examples) == 300

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import scripts.pocket.candidates  # noqa: F401  the corruptions that were not chosen
 from hypothesis import given, settings, strategies as st
+from scripts.pocket.writing import quantise
 
 from gradfix.pocket import shipped
 from gradfix.pocket.corruptions import CORRUPTIONS
-from gradfix.pocket.shipped import quantise, restore
+from gradfix.pocket.shipped import restore
 
 
 @pytest.mark.parametrize("name", list(CORRUPTIONS))

@@ -100,7 +100,7 @@ class HubSuite(Suite):
         tuned = self.finetuned(model.base, task)
         bound = opener.open(target, device=self.device)
         tau = TaskVector.between(base, tuned)
-        arena = Trial(
+        trial = Trial(
             bound,
             tau,
             Splits(*(data.splits[name] for name in ("train", "validation", "test"))),
@@ -115,7 +115,7 @@ class HubSuite(Suite):
         size = sum(weights[name].numel() for name in bound.trainable())
         samples = len(data.splits["train"]) + len(data.splits["validation"])
         old = partial(opener.open, base, device=self.device)
-        return Scene(arena, old, samples, len(data.labels), size, model.tokens)
+        return Scene(trial, old, samples, len(data.labels), size, model.tokens)
 
     def finetuned(self, model: str, task: str) -> Path:
         """The checkpoint of a base fine-tuned on a task: from the out folder, or made now."""

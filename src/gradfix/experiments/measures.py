@@ -116,17 +116,17 @@ class OpenSuite:
 def run_method(opened: OpenSuite, *, pair: str, task: str, method: str, shots: int, seed: int) -> Answer:
     """One method of `compare` on one few-shot set."""
     scene = opened.scene(pair, task)
-    arena = scene.arena
-    support = arena.support(shots, seed)
-    arena.open_bill()
+    trial = scene.trial
+    support = trial.support(shots, seed)
+    trial.open_bill()
     start = time.perf_counter()
     try:
-        outcome = METHODS[method].run(arena, support)
+        outcome = METHODS[method].run(trial, support)
     except (NotHere, IncompatibleCheckpoints) as error:
         return {"accuracy": None, "alpha": None, "curve": [], "why": str(error)}
-    work = arena.bill.total(time.perf_counter() - start)
+    work = trial.bill.total(time.perf_counter() - start)
     return {
-        "accuracy": _test(arena, outcome.update, outcome.alpha),
+        "accuracy": _test(trial, outcome.update, outcome.alpha),
         "alpha": outcome.alpha,
         "validation": outcome.score.accuracy if outcome.score else None,
         "curve": [list(point) for point in outcome.parts.get("curve", [])],
@@ -142,36 +142,36 @@ def run_method(opened: OpenSuite, *, pair: str, task: str, method: str, shots: i
 @MEASURES.register("oracle_mask")
 def run_oracle_mask(opened: OpenSuite, *, pair: str, task: str, mask: str) -> Answer:
     """A mask made from the target's own task vector instead of its votes."""
-    arena = opened.scene(pair, task).arena
-    known = arena.tuned_target()
+    trial = opened.scene(pair, task).trial
+    known = trial.tuned_target()
     if known is None:
         return {"accuracy": None, "alpha": None, "curve": []}
-    support = arena.support(opened.suite.grid.main[0], opened.suite.grid.seeds[0])
-    return _chosen(arena, support, transport(arena.tau, known, mask).update)
+    support = trial.support(opened.suite.grid.main[0], opened.suite.grid.seeds[0])
+    return _chosen(trial, support, transport(trial.tau, known, mask).update)
 
 
 @MEASURES.register("selected")
 def run_selected(opened: OpenSuite, *, pair: str, task: str, selector: str, shots: int, seed: int) -> Answer:
     """GradFix on examples chosen by a selector, from the features of base A's frozen encoder."""
     scene = opened.scene(pair, task)
-    arena = scene.arena
-    labels = [str(example["label"]) for example in arena.splits.train]
-    picked = select(_features(scene), labels, shots, selector, seed, allow_fewer=arena.passes.allow_fewer)
-    batches = arena.bound.batches([arena.splits.train[index] for index in picked], arena.passes.batch_size)
-    votes = collect_votes(arena.model, arena.bound.loss, batches, engine=arena.passes.engine)
-    return _chosen(arena, arena.support(shots, seed), transport(arena.tau, votes).update)
+    trial = scene.trial
+    labels = [str(example["label"]) for example in trial.splits.train]
+    picked = select(_features(scene), labels, shots, selector, seed, allow_fewer=trial.passes.allow_fewer)
+    batches = trial.bound.batches([trial.splits.train[index] for index in picked], trial.passes.batch_size)
+    votes = collect_votes(trial.model, trial.bound.loss, batches, engine=trial.passes.engine)
+    return _chosen(trial, trial.support(shots, seed), transport(trial.tau, votes).update)
 
 
 @MEASURES.register("agreement")
 def run_agreement(opened: OpenSuite, *, pair: str, task: str, shots: int, seed: int) -> Answer:
     """Per block, how often the votes and the target's own task vector have the same sign."""
-    arena = opened.scene(pair, task).arena
-    support = arena.support(shots, seed)
+    trial = opened.scene(pair, task).trial
+    support = trial.support(shots, seed)
     votes = support.votes(support.whole)
-    known = arena.tuned_target()
+    known = trial.tuned_target()
     if known is None:
         return {"blocks": {}, "ties": votes.tie_rate()}
-    moved = [name for name in arena.tau if bool(known[name].any())]
+    moved = [name for name in trial.tau if bool(known[name].any())]
     shown = {name: votes[name] for name in moved if name in votes}
     return {"blocks": sign_agreement(shown, known), "all": _agreement(shown, known), "ties": votes.tie_rate()}
 
@@ -182,46 +182,46 @@ def run_merged(
 ) -> Answer:
     """One merged model: several tasks of one source, or several sources of one task; one alpha for all tasks."""
     tasks = list(opened.suite.tasks(pair)) if task is None else [task]
-    arenas = {name: opened.scene(pair, name).arena for name in tasks}
+    trials = {name: opened.scene(pair, name).trial for name in tasks}
     if setting == "tasks":
-        vectors = [arena.tau for arena in arenas.values()]
+        vectors = [trial.tau for trial in trials.values()]
     else:
-        vectors = [arenas[tasks[0]].by_module(vector) for vector in opened.suite.sources(tasks[0])]
+        vectors = [trials[tasks[0]].by_module(vector) for vector in opened.suite.sources(tasks[0])]
     if pipeline == "baseline":
         update = merge(vectors, combiner)
     else:
         votes = []
-        for arena in arenas.values():
-            support = arena.support(shots, seed)
+        for trial in trials.values():
+            support = trial.support(shots, seed)
             votes.append(support.votes(support.whole))
         order = {"mask_then_merge": mask_then_merge, "merge_then_mask": merge_then_mask}[pipeline]
         update = order(vectors, votes if setting == "tasks" else votes[0], combiner).update
-    return _chosen_for_all(arenas, update)
+    return _chosen_for_all(trials, update)
 
 
 @MEASURES.register("support")
 def run_support(opened: OpenSuite, *, pair: str, task: str, who: str, shots: int, seed: int) -> Answer:
     """Task and support accuracy of the old base, its fine-tune, the target and the transported target."""
     scene = opened.scene(pair, task)
-    arena = scene.arena
+    trial = scene.trial
     old = who in ("base", "base_tuned")
     side = opened.suite.support(pair, "base" if old else "target")
     if side is None:
         return {"accuracy": None, "support": None}
-    bound = scene.base() if old else arena.bound
+    bound = scene.base() if old else trial.bound
     update, alpha = None, 0.0
     if who == "base_tuned":
-        update, alpha = arena.tau, 1.0
+        update, alpha = trial.tau, 1.0
     elif who == "gradfix":
         asked = {"pair": pair, "task": task, "method": "gradfix", "shots": shots, "seed": seed}
         alpha = opened.answer(Question.of("method", asked))["alpha"]
-        few = arena.support(shots, seed)
-        update = transport(arena.tau, few.votes(few.whole)).update
+        few = trial.support(shots, seed)
+        update = transport(trial.tau, few.votes(few.whole)).update
     accuracies = []
-    for one, examples in ((bound, arena.splits.test), (side.bound, side.examples)):
+    for one, examples in ((bound, trial.splits.test), (side.bound, side.examples)):
         with dialled(one.model, update if update is not None else {}) as dial:
             dial.turn(alpha)
-            batches = one.batches(examples, arena.passes.batch_size)
+            batches = one.batches(examples, trial.passes.batch_size)
             accuracies.append(evaluate(one.model, one, batches)["accuracy"])
     return {"accuracy": accuracies[0], "support": accuracies[1], "alpha": alpha}
 
@@ -233,50 +233,50 @@ def run_counts(opened: OpenSuite, *, pair: str, task: str) -> Answer:
     return {"samples": scene.samples, "classes": scene.classes, "parameters": scene.parameters, "tokens": scene.tokens}
 
 
-def _chosen(arena: Trial, support: Support, update: TaskVector) -> Answer:
+def _chosen(trial: Trial, support: Support, update: TaskVector) -> Answer:
     """Choose alpha on validation, score on test; with a validation split the few-shot set has no say in it."""
-    choice = arena.choose(support, [Setting({}, lambda view: update)])
+    choice = trial.choose(support, [Setting({}, lambda view: update)])
     return {
-        "accuracy": _test(arena, update, choice.alpha),
+        "accuracy": _test(trial, update, choice.alpha),
         "alpha": choice.alpha,
         "curve": [list(point) for point in choice.accuracies()],
     }
 
 
-def _chosen_for_all(arenas: Mapping[str, Trial], update: TaskVector) -> Answer:
+def _chosen_for_all(trials: Mapping[str, Trial], update: TaskVector) -> Answer:
     """One alpha by the mean validation accuracy over the tasks."""
-    first = next(iter(arenas.values()))
+    first = next(iter(trials.values()))
     alphas = [0.0, *first.search.alphas]
-    curves = {name: _scores(arena, update, alphas) for name, arena in arenas.items()}
+    curves = {name: _scores(trial, update, alphas) for name, trial in trials.items()}
     means = [sum(scores[i].value for scores in curves.values()) / len(curves) for i in range(len(alphas))]
     best = max(range(len(alphas)), key=lambda i: (means[i], -i))
     accuracies = [[scores[i].accuracy for scores in curves.values()] for i in range(len(alphas))]
     return {
-        "accuracies": {name: _test(arena, update, alphas[best]) for name, arena in arenas.items()},
+        "accuracies": {name: _test(trial, update, alphas[best]) for name, trial in trials.items()},
         "alpha": alphas[best],
         "curve": [[alpha, sum(row) / len(row)] for alpha, row in zip(alphas, accuracies, strict=True)],
     }
 
 
-def _scores(arena: Trial, update: TaskVector, alphas: Sequence[float]) -> list[Score]:
-    with dialled(arena.model, update) as dial:
+def _scores(trial: Trial, update: TaskVector, alphas: Sequence[float]) -> list[Score]:
+    with dialled(trial.model, update) as dial:
         found = []
         for alpha in alphas:
             dial.turn(alpha)
-            found.append(arena.score("validation"))
+            found.append(trial.score("validation"))
         return found
 
 
-def _test(arena: Trial, update: TaskVector | None, alpha: float) -> float:
-    with dialled(arena.model, update if update is not None else {}) as dial:
+def _test(trial: Trial, update: TaskVector | None, alpha: float) -> float:
+    with dialled(trial.model, update if update is not None else {}) as dial:
         dial.turn(alpha)
-        return arena.score("test").accuracy
+        return trial.score("test").accuracy
 
 
 def _features(scene: Scene) -> Tensor:
     """The old base's features of the whole train split, computed once per scene."""
     key = "features-base"
-    return scene.arena.shared(key, lambda: _extract(scene))
+    return scene.trial.shared(key, lambda: _extract(scene))
 
 
 def _extract(scene: Scene) -> Tensor:
@@ -284,7 +284,7 @@ def _extract(scene: Scene) -> Tensor:
     with left_as_it_was(bound.model), torch.no_grad():
         parts = [
             bound.features(bound.model, batch).float().cpu()
-            for batch in bound.batches(scene.arena.splits.train, scene.arena.passes.batch_size)
+            for batch in bound.batches(scene.trial.splits.train, scene.trial.passes.batch_size)
         ]
     return torch.cat(parts)
 

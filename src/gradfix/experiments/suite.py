@@ -47,9 +47,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Scene:
-    """One task on one pair, opened: the arena of the target, and the old base with its own head."""
+    """One task on one pair, opened: the trial of the target, and the old base with its own head."""
 
-    arena: Trial
+    trial: Trial
     base: Callable[[], Bound]
     samples: int  # labelled training examples there are in all
     classes: int
@@ -211,14 +211,14 @@ class PocketSuite(Suite):
             _examples("train", task), _examples("validation", task), _examples("test", task, TESTED[self.quick])
         )
         tuned = lambda: TaskVector.between(given.target, given.target_tuned)  # noqa: E731
-        arena = Trial(
+        trial = Trial(
             bound, tau, splits, search=self.grid.search, passes=Passes(batch_size=50),
             lenders=Lenders(aligned=aligned, tuned_target=tuned),
         )  # fmt: skip
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
         samples = pocket.figures()["images"]["all"]  # what the fine-tunes were trained on
-        return Scene(arena, lambda: PocketBound(given.base), samples, len(bound.labels), size, TOKENS)
+        return Scene(trial, lambda: PocketBound(given.base), samples, len(bound.labels), size, TOKENS)
 
     def support(self, pair: str, side: str) -> SupportSet:
         given = pocket.pair(pair)

@@ -1,1 +1,1 @@
-"""Methods side by side under one label budget: arena, methods, search, results and verdict."""
+"""Methods side by side under one label budget: trial, methods, search, results and verdict."""
