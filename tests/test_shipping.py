@@ -244,7 +244,7 @@ STRAYS = [
     ("--mask agree --unlabelled u.jsonl", "--unlabelled is for --method best"),
     ("--method veto --unlabelled u.jsonl", "has no --unlabelled"),
     ("--method gradfix --vote mean", "means --vote majority"),
-    ("--method naive --align transfusion", "means --align none"),
+    ("--method rebasin --align transfusion", "means --align rebasin"),
     ("--head cpoy", "Did you mean 'copy'?"),
 ]
 

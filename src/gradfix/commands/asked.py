@@ -4,7 +4,6 @@ An option that nothing would read is an error, not ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gradfix.commands.configs import TransportConfig, given
@@ -19,7 +18,7 @@ from gradfix.vectors.masks import MASKS
 DEFAULT = "best"
 PAPER = Masked()  # what an option of the mask means where it is not given
 SPELLED = "mask"  # the name that stands for the options themselves
-DIALS = ("mask", "margin", "alpha", "vote", "votes", "align")
+DIALS = ("mask", "margin", "alpha", "vote", "votes")
 FIXED = ("mask", "vote", "align")  # what the name of a masking method stands for
 VOTED = ("direction", "votes")  # what a mask that asks the target's votes sees
 READERS = {"margin": ("votes",), "vote": VOTED, "votes": VOTED}  # which masks read an option, by what they see
@@ -97,10 +96,9 @@ def _check_words(config: TransportConfig) -> None:
 
 
 def _refuse_other_words(config: TransportConfig, name: str, run: Masked) -> None:
-    told: Mapping[str, object] = given(config)
     for word in FIXED:
-        wanted = getattr(run, word)
-        if told.get(word, wanted) != wanted:
+        wanted = getattr(run, word)  # any vector may be aligned first
+        if (word, wanted) != ("align", PAPER.align) and given(config).get(word, wanted) != wanted:
             raise UsageError(
                 f"--method {name} means --{word} {wanted}: leave --{word} out, or leave --method out and spell "
                 "out --mask, --vote and --align."

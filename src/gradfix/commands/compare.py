@@ -23,7 +23,18 @@ from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
 
 # Options that the command and `gradfix.compare` call by one name.
-SAME = ("base", "tuned", "target", "target_tuned", "shots", "seeds", "head", "strict", *Passes.__dataclass_fields__)
+SAME = (
+    "base",
+    "tuned",
+    "target",
+    "target_tuned",
+    "shots",
+    "seeds",
+    "head",
+    "strict",
+    "align",
+    *Passes.__dataclass_fields__,
+)
 
 
 @halving_batches(in_notes)

@@ -100,6 +100,7 @@ class TrioOptions:
     target: str = option("The new base model.", required=True)
     head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
     strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
+    align: str = option("Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +157,6 @@ class TransportConfig(TrioOptions, ShotOptions):
     votes: str | None = option("Votes file made earlier on this target; no gradients are computed then.")
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for --method best.")
-    align: str = option("Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS")
     out_dtype: str | None = option("Dtype of the written weights; the target's own by default.")
     out_lora: int | None = option("Write a LoRA adapter of this rank for the target instead of full weights.")
     report: str | None = option("Also write an HTML report of this transport.")

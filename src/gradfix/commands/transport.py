@@ -32,7 +32,7 @@ from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
-from gradfix.methods.opening import lenders_of, open_target, open_tuned
+from gradfix.methods.opening import lenders_of, open_target, open_tuned, vector_of
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
@@ -183,7 +183,7 @@ class _Transport:
     def _trial(self) -> Trial:
         """One target, one vector, one few-shot set: the ground on which compare would judge the method."""
         config, shots = self.config, self.shots
-        tau = TaskVector.of(self.trio)
+        tau = vector_of(self.trio, config.align if self.wanted.masked is None else "none")
         if not config.force:
             check_descent(tau, self.trio.base, self.trio.tuned)
         unlabelled = None
@@ -193,7 +193,7 @@ class _Transport:
         trial = Trial(
             self.bound, tau, Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
-            store=self.partials, lenders=lenders_of(self.trio, self.bound, tau, self.start.task), judged=False,
+            store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task), judged=False,
         )  # fmt: skip
         trial.define(trial.set_name(config.shots, config.seed), shots.fewshot)
         return trial

@@ -56,6 +56,7 @@ def compare(
     unlabelled: Any = None,
     head: str = "error",
     strict: bool = False,
+    align: str = "none",
     work: str | os.PathLike[str] | None = None,
     search: Search | None = None,
     finetune: Mapping[str, Any] | bool = True,
@@ -73,8 +74,8 @@ def compare(
 
     `target` is a checkpoint or an opened one. `data` needs the splits train (the few-shot sets are drawn from
     it) and test. `validation` is "auto" (the data's own split when there is one), "none" (everything is chosen
-    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. `head` and
-    `strict` are those of `transport`. The references `oracle` and `fine_tuned` take `target_tuned`; without it the
+    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. `head`,
+    `strict` and `align` are those of `transport`. The references `oracle` and `fine_tuned` take `target_tuned`; without it the
     target is fine-tuned on the train split (`finetune` holds the recipe's options, False leaves them out).
     `progress(what, done, total)` is called before each unit and once at the end."""
     names, explicit = _names(methods, target_tuned)
@@ -83,7 +84,7 @@ def compare(
         raise UsageError("give at least one budget (shots) and one seed.")
     request = Request(
         base=base, tuned=tuned, target=target, target_tuned=target_tuned, data=data, task=task,
-        validation=validation, unlabelled=unlabelled, head=head, strict=strict,
+        validation=validation, unlabelled=unlabelled, head=head, strict=strict, align=align,
         finetune=finetune if any(METHODS[name].traits.reference for name in names) else False,
         task_options=task_options or {}, search=search or Search(), dtype=dtype, device=device,
         passes=Passes(batch_size=batch_size, engine=engine, allow_fewer=allow_fewer),

@@ -41,25 +41,13 @@ def zero_shot(trial: Trial, support: Support) -> Outcome:
     return Outcome(None, 0.0, score=support.untouched())
 
 
-method(
-    "naive", "Plain addition", cost=ADDED, fixed=True, baseline=True, drawn=("third", "No mask")
-)(Masked("none"))  # fmt: skip
-
-
-@method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True)
-def one_step(trial: Trial, support: Support) -> Outcome:
-    return trained.one_step(trial, support)
-
-
-@method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True)
-def few_shot(trial: Trial, support: Support) -> Outcome:
-    return trained.polish(trial, support)
-
-
+method("naive", "Plain addition", cost=ADDED, fixed=True, baseline=True, drawn=("third", "No mask"))(Masked("none"))
+method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True)(trained.one_step)
+method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True)(trained.polish)
 method("gradfix", "GradFix", cost=VOTED, keeps=True, drawn=("main", "Majority vote"))(Masked())
-method(
-    "gradfix_mean", "GradFix, mean vote", cost=VOTED, gradient=True, keeps=True, drawn=("second", "Mean vote")
-)(Masked(vote="mean"))  # fmt: skip
+method("gradfix_mean", "GradFix, mean vote", cost=VOTED, gradient=True, keeps=True, drawn=("second", "Mean vote"))(
+    Masked(vote="mean")
+)
 method("force", "Forced signs", cost=VOTED)(Masked("force"))
 method("magnitude", "Soft agreement", cost=VOTED, gradient=True, keeps=True)(Masked("magnitude"))
 method("random", "Random mask", cost=ADDED, control=True)(Masked("random"))
@@ -105,15 +93,13 @@ def fine_tuned(trial: Trial, support: Support) -> Outcome:
     return Outcome(known, 1.0, score=trained.scored(trial, support, lambda view: known))
 
 
-@method(
+method(
     "best",
     "Best recipe",
     unlabelled=True,
     way=" by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
     "agreed, then trained for a few dozen steps to answer as the fine-tune does.",
-)
-def best(trial: Trial, support: Support) -> Outcome:
-    return trained.by_recipe(trial, support)
+)(trained.by_recipe)
 
 
 def _known(trial: Trial) -> TaskVector:

@@ -41,15 +41,18 @@ def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Boun
     return task.open(trio.given["target"], dtype=dtype, device=device, head_from=head_from)
 
 
-def lenders_of(trio: Trio, bound: Bound, tau: TaskVector, task: Task | None) -> Lenders:
-    """What the three checkpoints can lend to a trial; `tau` speaks the names on disk."""
-    return Lenders(
-        aligned=lambda how: TaskVector(align(trio.base, trio.target, method=how).apply(tau)),
-        teacher=lambda: open_teacher(trio, bound, task, tau),
-    )
+def vector_of(trio: Trio, how: str = "none") -> TaskVector:
+    """The task vector under the target's names on disk, permuted to the target where that is asked for."""
+    tau = TaskVector.of(trio)
+    return tau if how == "none" else TaskVector(align(trio.base, trio.target, method=how).apply(tau))
 
 
-def open_teacher(trio: Trio, bound: Bound, task: Task | None, tau: TaskVector) -> Bound | None:
+def lenders_of(trio: Trio, bound: Bound, task: Task | None) -> Lenders:
+    """What the three checkpoints can lend to a trial."""
+    return Lenders(aligned=lambda how: vector_of(trio, how), teacher=lambda: open_teacher(trio, bound, task))
+
+
+def open_teacher(trio: Trio, bound: Bound, task: Task | None) -> Bound | None:
     """The fine-tune with its own head and vocabulary; an adapter is added onto its base.
 
     None where the task has no closed label set to teach."""
@@ -58,7 +61,7 @@ def open_teacher(trio: Trio, bound: Bound, task: Task | None, tau: TaskVector) -
     weight = next(bound.model.parameters())
     base, tuned = trio.given["base"], trio.given["tuned"]
     if task is None or not isinstance(tuned, str | os.PathLike) or not isinstance(base, str | os.PathLike):
-        return teacher_of(bound, base, tau, task)
+        return teacher_of(bound, base, TaskVector.of(trio), task)
     return open_tuned(trio, task, weight.dtype, weight.device)
 
 
@@ -88,6 +91,7 @@ class Request:
     unlabelled: Any = None
     head: str = "error"
     strict: bool = False
+    align: str = "none"
     finetune: Mapping[str, Any] | bool = True
     task_options: Mapping[str, Any] = field(default_factory=dict)
     search: Search = field(default_factory=Search)
@@ -116,8 +120,8 @@ class Opened:
         self.folder = None
         if request.work is not None:
             self.folder = Folder(request.work, digest(self.identity), digest(self._votes_identity()))
-        tau = TaskVector.of(self.trio)
-        lenders = replace(lenders_of(self.trio, self.bound, tau, self.task), tuned_target=self._tuned_target())
+        tau = vector_of(self.trio, request.align)
+        lenders = replace(lenders_of(self.trio, self.bound, self.task), tuned_target=self._tuned_target())
         self.trial = Trial(
             self.bound, tau, self.splits,
             search=request.search, passes=request.passes, store=self.folder, lenders=lenders,
@@ -151,7 +155,7 @@ class Opened:
             "regime": "few_shot" if splits.validation is None else "validation",
             "search": asdict(request.search),
             "finetune": str(request.finetune),
-            "head": request.head,
+            **{"head": request.head, "align": request.align},
             **asdict(request.passes),
             "dtype": str(request.dtype),
             "device": torch.device(request.device).type,
