@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.align.correspondence import Correspondence, Linear, Nothing, Table
+from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table
 from gradfix.align.roles import Part
-from gradfix.align.rows import side_by_side
+from gradfix.align.pairing import side_by_side
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
-from gradfix.taskvector import TaskVector
-from gradfix.votes.collect import left_as_it_was
+from gradfix.vectors.taskvector import TaskVector
+from gradfix.system.modules import left_as_it_was
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -67,12 +67,7 @@ def polar(cross: Tensor) -> Tensor:
     them and fade out instead of being turned at random."""
     tall = cross.shape[0] >= cross.shape[1]
     x = cross if tall else cross.T
-    x = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
-    strongest = torch.ones(x.shape[1], 1, dtype=x.dtype, device=x.device)
-    for _ in range(8):
-        strongest = nn.functional.normalize(x.T @ (x @ strongest), dim=0)
-    # A power estimate falls short of the norm; the margin keeps the iteration inside its basin.
-    x = x / (1.1 * (x @ strongest).norm()).clamp(min=torch.finfo(x.dtype).tiny)
+    x = x / (1.01 * _no_smaller_than_the_largest(x)).clamp(min=torch.finfo(x.dtype).tiny)
     sweeps, polish = (17, 8) if x.dtype == torch.float64 else (10, 6)
     for _ in range(sweeps):
         gram = x.T @ x
@@ -80,6 +75,24 @@ def polar(cross: Tensor) -> Tensor:
     for _ in range(polish):
         x = 1.5 * x - 0.5 * x @ (x.T @ x)
     return x if tall else x.T
+
+
+def _no_smaller_than_the_largest(x: Tensor) -> Tensor:
+    """The 16th root of the sum of 16th powers of the singular values: never below the largest, rarely far above.
+
+    A power iteration falls short where its first vector misses the strongest direction (the gradients in front of a
+    layer norm are orthogonal to a vector of ones), and then the iteration of `polar` runs away."""
+    tiny = torch.finfo(x.dtype).tiny
+    gram = x.T @ (x / x.norm().clamp(min=tiny))
+    sizes = []
+    for _ in range(2):
+        sizes.append(gram.norm().clamp(min=tiny))
+        gram = gram / sizes[-1]
+        gram = gram @ gram
+    root = gram.norm()
+    for size in reversed(sizes):
+        root = size * root.sqrt()
+    return (root * x.norm()).sqrt()
 
 
 def move(
@@ -119,7 +132,7 @@ def move(
 
 def _watchable(
     correspondence: Correspondence, base: nn.Module, target: nn.Module
-) -> tuple[list[Linear], list[Nothing]]:
+) -> tuple[list[LinearPair], list[Nothing]]:
     """The pairs whose two maps are modules of their own; the rest is computed out of sight."""
     ours, theirs = (dict(model.named_modules()) for model in (base, target))
     seen, hidden = [], []
@@ -144,12 +157,12 @@ def _with(correspondence: Correspondence, hidden: list[Nothing]) -> Corresponden
     )
 
 
-def _groups(pairs: list[Linear], memory: int) -> Iterator[list[Linear]]:
+def _groups(pairs: list[LinearPair], memory: int) -> Iterator[list[LinearPair]]:
     """Whole target layers, as many at a time as the budget holds (one at least)."""
-    layers: dict[tuple[str, int], list[Linear]] = {}
+    layers: dict[tuple[str, int], list[LinearPair]] = {}
     for pair in pairs:
         layers.setdefault((pair.target.tower, pair.target.layer), []).append(pair)
-    group: list[Linear] = []
+    group: list[LinearPair] = []
     size = 0
     for layer in layers.values():
         shapes = {_inside(pair): pair.source.inputs * pair.target.inputs for pair in layer}
@@ -162,7 +175,7 @@ def _groups(pairs: list[Linear], memory: int) -> Iterator[list[Linear]]:
         yield group
 
 
-def _inside(pair: Linear) -> tuple[str, int, str]:
+def _inside(pair: LinearPair) -> tuple[str, int, str]:
     """Where a map's input products are kept: maps that read the same input share them."""
     role = SHARED.get(pair.target.role, pair.target.role)
     return pair.target.tower, pair.target.layer, "in:" + ("mlp" if role in ("gate", "up") else role)
@@ -180,7 +193,7 @@ class _Products(dict[Any, Tensor]):
 
 
 def _products(
-    group: list[Linear], base: Side, target: Side, batches: Sequence[tuple[Batch, Batch]], outside: str
+    group: list[LinearPair], base: Side, target: Side, batches: Sequence[tuple[Batch, Batch]], outside: str
 ) -> _Products:
     """One pass of both bases over the inputs."""
     sums = _Products()
@@ -275,7 +288,7 @@ class _Work:
         self.first: Tensor | None = None  # the map of the residual stream where the tokens enter it
         self.last: Tensor | None = None  # and where it ends
 
-    def place(self, group: list[Linear], products: _Products) -> int:
+    def place(self, group: list[LinearPair], products: _Products) -> int:
         maps: dict[Any, Tensor] = {}
         for pair in group:
             if _inside(pair) not in maps:
@@ -283,7 +296,7 @@ class _Work:
             self._turn(pair, maps[_inside(pair)], polar(products.pop(pair.target.place)))
         return products.passes
 
-    def _turn(self, pair: Linear, inside: Tensor, outside: Tensor) -> None:
+    def _turn(self, pair: LinearPair, inside: Tensor, outside: Tensor) -> None:
         source, target = pair.source, pair.target
         if target.tower != "vision" and self.first is None and target.role in ("q", "qkv"):
             self.first = inside

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradfix.align.roles import Anatomy, Part, Shapes, anatomy, read
-from gradfix.checkpoints.vocabulary import TOKEN_TABLE
+from gradfix.checkpoints.matched import TOKEN_TABLE
 from gradfix.errors import IncompatibleCheckpoints
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearPair:
     """A linear map of the target and the one of the base that feeds it; `scale` shares one source among several."""
 
     target: Part
@@ -60,7 +60,7 @@ class Correspondence:
     """What feeds what. `layers` holds, per tower, (target layer, source layer) pairs."""
 
     layers: Mapping[str, tuple[tuple[int, int], ...]]
-    linear: tuple[Linear, ...]
+    linear: tuple[LinearPair, ...]
     same: tuple[Same, ...] = ()
     tables: tuple[Table, ...] = ()
     nothing: tuple[Nothing, ...] = field(default=())
@@ -155,7 +155,7 @@ class _Pairing:
         self.ours, self.theirs, self.base, self.target = ours, theirs, base, target
         self.layers: dict[str, tuple[tuple[int, int], ...]] = {}
         self.sources: dict[tuple[str, int], tuple[str, int, float]] = {}
-        self.linear: list[Linear] = []
+        self.linear: list[LinearPair] = []
         self.same: list[Same] = []
         self.tables: list[Table] = []
         self.nothing: list[Nothing] = []
@@ -171,7 +171,7 @@ class _Pairing:
             for (where, layer, role), part in self.theirs.parts.items():
                 other = self.ours.parts.get((source, j, swap.get(role, role)))
                 if (where, layer) == (tower, i) and other is not None:
-                    self.linear.append(Linear(part, other, scale))
+                    self.linear.append(LinearPair(part, other, scale))
                     self.mark(_tensors(part, self.target), _tensors(other, self.base))
 
     def mark(self, targets: list[str], sources: list[str]) -> None:

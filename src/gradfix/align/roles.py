@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradfix.align.head_counts import heads_in_config
+from gradfix.align.layout import heads_in_config
 
 Shapes = Mapping[str, tuple[int, ...]]
 
