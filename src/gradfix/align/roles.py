@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradfix.align.layout import heads_in_config
+from gradfix.checkpoints.shapes import LAYER
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -28,9 +29,6 @@ _ROLES: tuple[tuple[str, str], ...] = (
     ("down", r"(^|\.)(output\.dense|fc2|down_proj|c_proj|lin2|wo|w2|dense_4h_to_h)$"),
 )
 _PATTERNS = tuple((role, re.compile(pattern)) for role, pattern in _ROLES)
-_LAYER = re.compile(
-    r"^(?P<before>.*?(layers?|blocks?|h|resblocks|transformer\.layer))\.(?P<i>\d+)\.(?P<inside>.+)$"
-)
 _TOWERS = (
     ("vision", ("vision", "visual")),
     ("text", ("text_model", "text.")),
@@ -90,7 +88,7 @@ def anatomy(shapes: Shapes, config: Mapping[str, Any] | None = None) -> Anatomy:
 
 def read(name: str) -> tuple[str, int, str] | None:
     """Tower, layer number and the name inside the layer; None for tensors outside the blocks."""
-    match = _LAYER.match(name)
+    match = LAYER.match(name)
     if match is None:
         return None
     before = match["before"]

@@ -157,7 +157,7 @@ def match_vocabulary(
     if not tables:
         return base, tuned, {}
     same_rows = all(_rows(c, name) == _rows(target, name) for c in (base, tuned) for name in tables)
-    if same_rows and _same_tokenizer(base, target) and not _has_other_tokenizer(tuned, target):
+    if same_rows and same_tokenizer(base, target) and not _has_other_tokenizer(tuned, target):
         return base, tuned, {}
     before, goal = read_vocabulary(base.path), read_vocabulary(target.path)
     if before is None or goal is None:
@@ -198,33 +198,38 @@ def _rows(checkpoint: Checkpoint, name: str) -> int:
     return shape[0] if shape else 0
 
 
+def strangers(before: Mapping[str, int], goal: Mapping[str, int]) -> bool:
+    """Whether two vocabularies share so little that one is not the other, extended or reordered."""
+    return len(before.keys() & goal.keys()) < LEAST_SHARED * min(len(before), len(goal))
+
+
 def _refuse_strangers(
     base: Checkpoint, target: Checkpoint, before: Mapping[str, int], goal: Mapping[str, int]
 ) -> None:
-    shared = len(before.keys() & goal.keys())
-    if shared < LEAST_SHARED * min(len(before), len(goal)):
+    if strangers(before, goal):
+        shared = len(before.keys() & goal.keys())
         raise IncompatibleCheckpoints(
             f"the tokenizers of {base} and {target} share {shared} of {len(before)} and {len(goal)} tokens: these are "
             "different vocabularies, not an extended or reordered one. Choose a target with the base's tokenizer."
         )
 
 
-def _same_tokenizer(base: Checkpoint, target: Checkpoint) -> bool:
+def same_tokenizer(base: Checkpoint, target: Checkpoint) -> bool:
     """Quick: the very same tokenizer file on both sides."""
     if base.path is None or target.path is None:
         return False
-    ours, theirs = _folder(base.path) / "tokenizer.json", _folder(target.path) / "tokenizer.json"
+    ours, theirs = folder_of(base.path) / "tokenizer.json", folder_of(target.path) / "tokenizer.json"
     return ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
 
 
 def _has_other_tokenizer(tuned: Checkpoint, target: Checkpoint) -> bool:
     """A fine-tune often comes without one, or with a copy."""
-    if tuned.path is None or not (_folder(tuned.path) / "tokenizer.json").is_file():
+    if tuned.path is None or not (folder_of(tuned.path) / "tokenizer.json").is_file():
         return False
-    return not _same_tokenizer(tuned, target)
+    return not same_tokenizer(tuned, target)
 
 
-def _folder(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
@@ -232,7 +237,7 @@ def read_vocabulary(path: Path | None) -> dict[str, int] | None:
     """Token -> row from the tokenizer beside the weights, or None when there is none."""
     if path is None:
         return None
-    folder = _folder(path)
+    folder = folder_of(path)
     present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
     if not present:
         return None
