@@ -10,8 +10,11 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gradfix.align.roles import Anatomy, Part, Shapes, anatomy, read
 from gradfix.checkpoints.matched import TOKEN_TABLE
@@ -104,6 +107,16 @@ class Correspondence:
         text = json.dumps(self.as_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def of_changed(self, tau: Mapping[str, Tensor]) -> Correspondence:
+        """Without the maps whose source weight did not change: they have nothing to hand on."""
+        changed = {name for name, delta in tau.items() if bool(delta.any())}
+        kept = [
+            pair
+            for pair in self.linear
+            if changed & {pair.source.name, f"{pair.source.name}.weight", f"{pair.source.name}.bias"}
+        ]
+        return replace(self, linear=tuple(kept))
+
     @property
     def empty(self) -> bool:
         """Nothing of the base's change can be placed: only its answers can be handed on."""
@@ -116,6 +129,24 @@ def depth_rule(source: int, target: int) -> list[tuple[int, int, float]]:
     Where several target layers share one source layer, each takes its part of the change."""
     scale = source / target if target > source else 1.0
     return [(i, i * source // target, scale) for i in range(target)]
+
+
+def token_rows(
+    found: Correspondence,
+    target: Shapes,
+    before: Mapping[str, int] | None,
+    after: Mapping[str, int] | None,
+) -> dict[str, Tensor]:
+    """For every token table of the target the base's row of each token, or -1; nothing where all rows agree."""
+    if before is None or after is None or before == after:
+        return {}
+    rows: dict[str, Tensor] = {}
+    for table in found.tables:
+        rows[table.target] = torch.full((target[table.target][0],), -1)
+        for token, place in after.items():
+            if place < len(rows[table.target]):
+                rows[table.target][place] = before.get(token, -1)
+    return rows
 
 
 def correspond(
@@ -138,6 +169,8 @@ def correspond(
     found = _Pairing(ours, theirs, base, target)
     for tower, source in towers.items():
         found.pair_tower(tower, source)
+    if not (ours.depths or theirs.depths):
+        found.pair_by_name()
     found.pair_tables(base_tokens, target_tokens)
     found.pair_rest()
     return found.result()
@@ -173,6 +206,16 @@ class _Pairing:
                 if (where, layer) == (tower, i) and other is not None:
                     self.linear.append(LinearPair(part, other, scale))
                     self.mark(_tensors(part, self.target), _tensors(other, self.base))
+
+    def pair_by_name(self) -> None:
+        """Matrices of models without blocks that say what they are: one another's where they share a name."""
+        for name, shape in self.target.items():
+            other = self.base.get(name, ())
+            if name.endswith(".weight") and len(shape) == len(other) == 2 and not TOKEN_TABLE.search(name):
+                stem = name.removesuffix(".weight")
+                part, source = (Part(stem, stem, "", 0, *widths) for widths in (shape, other))
+                self.linear.append(LinearPair(part, source))
+                self.mark(_tensors(part, self.target), _tensors(source, self.base))
 
     def mark(self, targets: list[str], sources: list[str]) -> None:
         self.done.update(targets)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradfix.align.layout import heads_in_config
-from gradfix.checkpoints.shapes import LAYER
+from gradfix.checkpoints.matched import LAYER
 
 Shapes = Mapping[str, tuple[int, ...]]
 

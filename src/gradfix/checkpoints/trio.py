@@ -22,9 +22,8 @@ from gradfix.checkpoints.kinds import (
     same_bytes,
     stored_copies,
 )
-from gradfix.checkpoints.matched import match_prefix, match_vocabulary
+from gradfix.checkpoints.matched import another_shape, match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.shapes import another_shape
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from gradfix.checkpoints.folder import device_name
 from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
-from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.trio import ACROSS, Trio
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import Asked, asked
 from gradfix.commands.configs import TransportConfig, given
@@ -33,10 +34,12 @@ from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
 from gradfix.methods.opening import lenders_of, open_target, open_tuned
+from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.system.meter import Meter
+from gradfix.tasks.base import Bound
 from gradfix.tasks.scoring import mean_loss
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
@@ -98,12 +101,15 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     ):
         raise UsageError(f"--verdict {config.verdict} says what to ship: leave --method and --mask out.")
     wanted = asked(config) if config.verdict is None else None
-    trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
+    trio = Trio.open(
+        config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True
+    )
     verdict = None
     if config.verdict is not None:
         verdict = read_verdict(config, trio)
         wanted = asked(replace(config, verdict=None), verdict["method"])
     assert wanted is not None
+    refuse_apart(wanted, trio)
     config = wanted.config
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
@@ -120,6 +126,15 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
             stage("checking that the fine-tune beats its base")
             _refuse_swapped(config, start, shots, trio)
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
+
+
+def refuse_apart(wanted: Asked, trio: Trio) -> None:
+    """A method that adds weight to weight, asked for a target of another shape."""
+    if trio.apart is not None and not wanted.method.traits.across:
+        raise IncompatibleCheckpoints(
+            f"{wanted.name} adds weight to weight, and {trio.target} has another shape than {trio.sources['base']}: "
+            f"{trio.apart}. {ACROSS} Run `gradfix inspect` on the three to see what answers to what."
+        )
 
 
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
@@ -146,6 +161,10 @@ def _refuse_swapped(config: TransportConfig, start: Setting, shots: Shots, trio:
             f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
             "--force (or --no-check) goes on all the same."
         )
+
+
+def nothing_of(bound: Bound) -> TaskVector:
+    return TaskVector({name: torch.zeros_like(p) for name, p in bound.model.named_parameters()})
 
 
 class _Partials(Store):
@@ -205,7 +224,7 @@ class _Transport:
             unlabelled = read_unlabelled(config.unlabelled, config)
             check_disjoint({"unlabelled": unlabelled, "test": shots.test or ()})
         trial = Trial(
-            self.bound, tau, Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
+            self.bound, tau if self.trio.apart is None else None, Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
             store=self.partials, lenders=lenders_of(self.trio, self.bound, tau, self.start.task), judged=False,
         )  # fmt: skip
@@ -235,7 +254,7 @@ class _Transport:
 
     def _finish(self, trial: Trial, outcome: Outcome) -> TransportResult:
         config, alpha = self.config, outcome.alpha
-        update = outcome.update if outcome.update is not None else trial.tau
+        update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = None
         if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target)
@@ -278,12 +297,15 @@ class _Transport:
     ) -> StreamReport:
         config, trio, masked = self.config, self.trio, self.wanted.masked
         details: dict[str, Any] = {
+            **{name: outcome.parts[name] for name in ("correspondence", "start", "starts") if name in outcome.parts},
             "command": given(config),
             "computed": self._computed(),
             "measured": measured,
             "notes": self.notes,
         }
-        if masked is None or masked.noise:
+        if self.trio.apart is not None:
+            details["another_shape"] = self.trio.apart
+        if masked is None or masked.noise or is_turned(masked.align):
             traits = self.wanted.method.traits
             details["method"] = {"name": self.wanted.name, "transports": traits.transports, "way": traits.way}
         if adapter is not None:

@@ -21,6 +21,7 @@ from gradfix.methods.method import (
     STEPPED,
     TRAINED,
     TRAINED_IN_FULL,
+    TURNED,
     VOTED,
     NotHere,
     Outcome,
@@ -36,7 +37,15 @@ from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
 
 
-@method(FLOOR, "Target as it is", cost=FREE, transports=False, fixed=True, baseline=True, ships=False)
+TURNED_WAY = (
+    ": the difference of the first two was turned to the units of the third, by comparing what both bases make of the "
+    "same inputs, and added."
+)
+
+
+@method(
+    FLOOR, "Target as it is", cost=FREE, transports=False, fixed=True, baseline=True, ships=False, across=True
+)  # fmt: skip
 def zero_shot(trial: Trial, support: Support) -> Outcome:
     return Outcome(None, 0.0, score=support.untouched())
 
@@ -46,12 +55,12 @@ method(
 )(Masked("none"))  # fmt: skip
 
 
-@method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True)
+@method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True, across=True)
 def one_step(trial: Trial, support: Support) -> Outcome:
     return trained.one_step(trial, support)
 
 
-@method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True)
+@method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True, across=True)
 def few_shot(trial: Trial, support: Support) -> Outcome:
     return trained.polish(trial, support)
 
@@ -89,6 +98,17 @@ method("transfusion", "TransFusion", fixed=True)(Masked("none", align="transfusi
 method("rebasin", "Re-Basin", fixed=True)(Masked("none", align="rebasin"))
 method("align_mask", "Align, then mask", cost=ALIGNED, keeps=True)(Masked(align="transfusion"))
 
+method("theseus", "Theseus", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(
+    Masked("none", align="theseus")
+)
+method("bico", "BiCo", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(Masked("none", align="bico"))
+method("bico_mask", "BiCo, then mask", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(
+    Masked(align="bico")
+)
+method("bico_veto", "BiCo, then veto", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(
+    Masked("veto", align="bico")
+)
+
 
 @method("oracle", "Oracle mask", reference=True, fixed=True, keeps=True, ships=False)
 def oracle(trial: Trial, support: Support) -> Outcome:
@@ -98,7 +118,8 @@ def oracle(trial: Trial, support: Support) -> Outcome:
 
 
 @method(
-    CEILING, "Full fine-tuning", cost=TRAINED_IN_FULL, reference=True, transports=False, fixed=True, ships=False
+    CEILING, "Full fine-tuning", cost=TRAINED_IN_FULL, reference=True, transports=False, fixed=True, ships=False,
+    across=True,
 )  # fmt: skip
 def fine_tuned(trial: Trial, support: Support) -> Outcome:
     known = _known(trial)
@@ -109,8 +130,9 @@ def fine_tuned(trial: Trial, support: Support) -> Outcome:
     "best",
     "Best recipe",
     unlabelled=True,
-    way=" by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
-    "agreed, then trained for a few dozen steps to answer as the fine-tune does.",
+    across=True,
+    way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
+    "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
 )
 def best(trial: Trial, support: Support) -> Outcome:
     return trained.by_recipe(trial, support)
