@@ -77,7 +77,9 @@ def test_an_installed_package_is_known_to_the_command_line(site, tmp_path):
 def test_an_installed_method_is_compared_judged_drawn_and_shipped(site, tmp_path):
     """One decorator, and every part of the house knows the method: no list of names stands anywhere else."""
     setup("bert-zero-shot", tmp_path)
-    where = "--base bert-old --tuned bert-old-reviews --target bert-new --data reviews --task zero-shot --shots 2"
+    where = (
+        "--base bert-old --tuned bert-old-reviews --target bert-new --data reviews --task zero-shot --shots 2"
+    )
     words = f"-m gradfix compare {where} --methods half_way random --json r.json --report page.html -q"
     done = _python(site, *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -101,7 +103,14 @@ def test_a_reference_of_a_package_never_wins_a_verdict():
     from gradfix.methods.verdicts import judge
 
     rows = [
-        {"method": name, "accuracy": value, "alpha": 1.0, "validation_score": value, "seconds": 1.0, "seed": 0}
+        {
+            "method": name,
+            "accuracy": value,
+            "alpha": 1.0,
+            "validation_score": value,
+            "seconds": 1.0,
+            "seed": 0,
+        }
         for name, value in (("zero_shot", 50.0), ("theirs", 99.0), ("naive", 60.0))
     ]
     assert judge(rows, traits={"theirs": {"reference": True}})["method"] == "naive"

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.align.symmetry import random_alignment
 from gradfix.align.coordinates import OUTSIDES, Side, move, polar
 from gradfix.align.correspondence import correspond, depth_rule
 from gradfix.align.pairing import side_by_side
 from gradfix.vectors.taskvector import TaskVector
+from tests.align.symmetry import random_alignment
 
 TEXT = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 

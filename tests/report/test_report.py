@@ -240,7 +240,11 @@ TRANSPORT = [
     [
         (["--alpha", "0.5"], "Alpha 0.5 was given", "hosen on the validation split"),
         (["--method", "few_shot"], "nothing of bert-old-reviews was moved", "moving the old fine-tune"),
-        (["--mask", "agree", "--validation", "none"], "score on held-out folds", "accuracy on held-out folds"),
+        (
+            ["--mask", "agree", "--validation", "none"],
+            "score on held-out folds",
+            "accuracy on held-out folds",
+        ),
         (["--vote", "mean"], "Mean vote", "Majority vote"),
     ],
 )

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table
-from gradfix.align.roles import Part
 from gradfix.align.pairing import side_by_side
+from gradfix.align.roles import Part
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
-from gradfix.vectors.taskvector import TaskVector
 from gradfix.system.modules import left_as_it_was
+from gradfix.vectors.taskvector import TaskVector
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Any], Tensor]

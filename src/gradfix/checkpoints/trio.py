@@ -135,7 +135,9 @@ class Trio:
         self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict)
         self._count()
         if self.apart is not None:
-            raise IncompatibleCheckpoints(f"{self.target} has another shape than {base}: {self.apart}. {ACROSS}")
+            raise IncompatibleCheckpoints(
+                f"{self.target} has another shape than {base}: {self.apart}. {ACROSS}"
+            )
 
     def _keep_apart(self, head: str) -> None:
         """Base and fine-tune must go together all the same."""

@@ -59,7 +59,8 @@ def _transport(config: configs.TransportConfig, out: Output) -> None:
         rows.append(("margin", f"{result.margin:g}"))
     if result.report is not None:
         rows.append(("kept", f"{result.report.kept:.1%}"))
-    rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
+    if result.loss_before is not None and result.loss_after is not None:
+        rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
     if result.before and result.after:
         rows.append(("test accuracy", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)

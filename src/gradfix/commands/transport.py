@@ -122,7 +122,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     if config.report and not shots.test:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     with sole_writer(config):
-        if config.check and not config.force:
+        if config.check and not config.force and shots.fewshot:
             stage("checking that the fine-tune beats its base")
             _refuse_swapped(config, start, shots, trio)
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
@@ -224,7 +224,8 @@ class _Transport:
             unlabelled = read_unlabelled(config.unlabelled, config)
             check_disjoint({"unlabelled": unlabelled, "test": shots.test or ()})
         trial = Trial(
-            self.bound, tau if self.trio.apart is None else None, Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
+            self.bound, tau if self.trio.apart is None else None,
+            Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
             store=self.partials, lenders=lenders_of(self.trio, self.bound, tau, self.start.task), judged=False,
         )  # fmt: skip
@@ -259,11 +260,10 @@ class _Transport:
         if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target)
             update = adapter.approximated
-        loss = lambda: mean_loss(self.bound.model, self.bound.loss, self.fewshot)  # noqa: E731
-        loss_before, before = loss(), self._test_score(trial)
+        loss_before, before = self._loss(), self._test_score(trial)
         with dialled(self.bound.model, update) as dial:
             dial.turn(alpha)
-            loss_after, after = loss(), self._test_score(trial)
+            loss_after, after = self._loss(), self._test_score(trial)
         self.notes += refuse_broken(loss_after, alpha, config.force)
         chosen_by = outcome.chosen_by or trial.regime
         measured = {
@@ -289,6 +289,10 @@ class _Transport:
             write_page(self.wanted, result, samples=len(self.shots.fewshot))
         return result
 
+    def _loss(self) -> float | None:
+        """On the few-shot examples; None without any."""
+        return mean_loss(self.bound.model, self.bound.loss, self.fewshot) if self.fewshot else None
+
     def _test_score(self, trial: Trial) -> dict[str, float] | None:
         return trial.score("test").as_json() if self.shots.test else None
 
@@ -297,7 +301,11 @@ class _Transport:
     ) -> StreamReport:
         config, trio, masked = self.config, self.trio, self.wanted.masked
         details: dict[str, Any] = {
-            **{name: outcome.parts[name] for name in ("correspondence", "start", "starts") if name in outcome.parts},
+            **{
+                name: outcome.parts[name]
+                for name in ("correspondence", "start", "starts")
+                if name in outcome.parts
+            },
             "command": given(config),
             "computed": self._computed(),
             "measured": measured,

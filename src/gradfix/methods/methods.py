@@ -36,7 +36,6 @@ from gradfix.training.costs import Work
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
 
-
 TURNED_WAY = (
     ": the difference of the first two was turned to the units of the third, by comparing what both bases make of the "
     "same inputs, and added."
@@ -101,7 +100,9 @@ method("align_mask", "Align, then mask", cost=ALIGNED, keeps=True)(Masked(align=
 method("theseus", "Theseus", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(
     Masked("none", align="theseus")
 )
-method("bico", "BiCo", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(Masked("none", align="bico"))
+method("bico", "BiCo", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(
+    Masked("none", align="bico")
+)
 method("bico_mask", "BiCo, then mask", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(
     Masked(align="bico")
 )
@@ -131,6 +132,7 @@ def fine_tuned(trial: Trial, support: Support) -> Outcome:
     "Best recipe",
     unlabelled=True,
     across=True,
+    labels=False,
     way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
     "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
 )

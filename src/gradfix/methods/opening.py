@@ -49,7 +49,8 @@ def lenders_of(trio: Trio, bound: Bound, tau: TaskVector, task: Task | None) -> 
     """What the three checkpoints can lend to a trial; `tau` speaks the names on disk."""
     if trio.apart is not None:
         return Lenders(
-            teacher=lambda: open_teacher(trio, bound, task, tau), old=lambda teacher: old_side(trio, bound, teacher)
+            teacher=lambda: open_teacher(trio, bound, task, tau),
+            old=lambda teacher: old_side(trio, bound, teacher),
         )
     return Lenders(
         aligned=lambda how: TaskVector(align(trio.base, trio.target, method=how).apply(tau)),
@@ -82,7 +83,7 @@ def _shapes(bound: Bound) -> dict[str, tuple[int, ...]]:
 
 def _config(bound: Bound) -> dict[str, Any]:
     config = getattr(bound.model, "config", None)
-    return config.to_dict() if hasattr(config, "to_dict") else {}
+    return dict(config.to_dict()) if config is not None and hasattr(config, "to_dict") else {}
 
 
 def open_teacher(trio: Trio, bound: Bound, task: Task | None, tau: TaskVector) -> Bound | None:

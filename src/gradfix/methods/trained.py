@@ -91,6 +91,7 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
 
     Nothing is chosen by labels. A validation set lends its inputs and may veto the result; without one the folds
     score it for a verdict, and because they choose nothing their passes are not on the method's bill."""
+
     def run(examples: Sequence[Example]) -> Best:
         try:
             return best(

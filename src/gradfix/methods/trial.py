@@ -117,7 +117,9 @@ class Trial:
     def tau(self) -> TaskVector:
         """The task vector, weight by weight; there is none where the target has another shape."""
         if self.own_tau is None:
-            raise NotHere(f"it needs weights that match one to one, and the target has another shape. {ACROSS}")
+            raise NotHere(
+                f"it needs weights that match one to one, and the target has another shape. {ACROSS}"
+            )
         return self.own_tau
 
     def by_module(self, tau: TaskVector) -> TaskVector:

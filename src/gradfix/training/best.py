@@ -65,7 +65,9 @@ class Best:
 def _reason(start: str, tried: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Which start was taken and why; nothing where the task vector was the only one and helped."""
     if start == NONE:
-        why = "the task vector did not help" if tried else "no weight of the target answers to one of the base"
+        why = (
+            "the task vector did not help" if tried else "no weight of the target answers to one of the base"
+        )
         return f"{why}: taught from the target's own weights"
     if len(tried) < 2:
         return None
@@ -196,7 +198,10 @@ def _made_up(
     per_label = tokens[0] is not None and tokens[0].dim() > 2
     same = tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu())
     if same and not per_label:
-        for table in (_table(teacher), _table(bound)):  # tokens that only one base has say nothing to the other
+        for table in (
+            _table(teacher),
+            _table(bound),
+        ):  # tokens that only one base has say nothing to the other
             if vocabulary is not None and table is not None:
                 vocabulary = vocabulary[: table.num_embeddings]
         return [_unanswered(remix(batch, count, seed, vocabulary)) for batch in (ours, theirs)]

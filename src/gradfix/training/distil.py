@@ -51,7 +51,9 @@ class Teaching:
 
     def real(self) -> Teaching:
         """The same number of samples in more and smaller steps: what real inputs repay and made-up ones do not."""
-        return replace(self, steps=2 * self.steps, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2)
+        return replace(
+            self, steps=2 * self.steps, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2
+        )
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,9 @@ def distil(
         betas=teaching.betas,
     )
     count = 0 if labelled is None else len(labelled["labels"])
-    wanted = (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)
+    wanted = (
+        (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)
+    )
     shares = (min(wanted[0], count), min(wanted[1], len(lesson)))
     known, asked = draws(count, shares[0], seed + 1), draws(len(lesson), shares[1], seed + 2)
     weight = count / (count + teaching.prior) if len(lesson) else 1.0
@@ -178,15 +182,13 @@ def distil(
     return teaching.steps * sum(shares)
 
 
-def _loss(
-    bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float
-) -> Tensor:
+def _loss(bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float) -> Tensor:
     """Labels and teacher in one forward pass."""
     if told is None:
         assert seen is not None
-        return bound.loss(bound.model, seen).mean()
+        return bound.loss(bound.model, dict(seen)).mean()
     if seen is None:
-        found = bound.logits(bound.model, told.inputs)
+        found = bound.logits(bound.model, dict(told.inputs))
         return divergence(found, told.answers.to(found), temperature).mean()
     labels = seen["labels"]
     found = bound.logits(bound.model, join(seen, told.inputs))
