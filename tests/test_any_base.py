@@ -132,3 +132,12 @@ def test_tiny_family_is_still_one_shape(tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "tuned", "target")):
         save_tiny("llama", tmp_path / name, seed)
     assert Trio.open(tmp_path / "base", tmp_path / "tuned", tmp_path / "target").apart is None
+
+
+def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
+    model = load(world / "base", "encoder")
+    train_adapter(model, tmp_path / "adapter")
+    config = asked(world, "wider", tmp_path / "out", method="best", tuned=str(tmp_path / "adapter"))
+    run_transport(config)
+    manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
+    assert "coordinates" in manifest["details"]["starts"]

@@ -218,3 +218,31 @@ def test_patches_of_two_sizes_meet_on_one_grid():
     assert first.shape == (10, 3) and second.shape == (10, 6)
     assert torch.allclose(first[1], fine[0, [1, 2, 5, 6]].mean(0), atol=1e-6)
     assert torch.equal(second, coarse.flatten(0, 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_polar_never_runs_away(seed):
+    """A strong direction that a vector of ones does not see, as the gradients in front of a layer norm have it."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.randn(2, 96, generator=generator)
+    left, right = left - left.mean(), right - right.mean()
+    cross = torch.randn(96, 96, generator=generator) + (3 + 2 * seed) * torch.outer(left, right)
+    cross = cross - cross.mean(1, keepdim=True)
+    found = polar(cross)
+    assert torch.isfinite(found).all()
+    assert float(torch.linalg.matrix_norm(found, 2)) < 1.01
+
+
+def test_maps_without_a_change_are_not_compared():
+    model = bert()
+    found = correspond(shapes(model), shapes(bert(1)))
+    tau = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    tau["encoder.layer.1.attention.self.query.weight"] += 1
+    assert [pair.source.place for pair in found.of_changed(tau).linear] == [("", 1, "q")]
+    assert found.of_changed({}).linear == ()
+
+
+def test_models_without_blocks_pair_their_matrices_by_name():
+    found = correspond({"0.weight": (4, 3), "0.bias": (4,)}, {"0.weight": (6, 3), "0.bias": (6,)})
+    assert [(pair.source.name, pair.target.outputs) for pair in found.linear] == [("0", 6)]
+    assert not found.nothing
