@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
+from gradfix.align.correspondence import correspond
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.comparison import compare
 from gradfix.system.modules import restored
@@ -27,6 +28,7 @@ from gradfix.training.distil import (
     unbiased_divergence,
 )
 from gradfix.training.remix import remix, splice_words
+from gradfix.training.starts import Old, step_unit
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
@@ -273,3 +275,58 @@ def test_typical_size_ignores_silent_tensors() -> None:
     vector = {"a": torch.full((4,), 2.0), "b": torch.zeros(9), "c": torch.full((2,), -3.0)}
     assert typical_size(vector, ["a", "b"]) == 2.0
     assert typical_size(vector, ["b"]) == 0.0
+
+
+def test_a_vector_of_another_shape_is_taught(pair: dict[str, Any]) -> None:
+    """No vector can be added, nothing answers to anything: the teacher is handed on by the same call."""
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    nothing = Old(tau, correspond({"other": (1,)}, {"0.weight": (16, 6)}))
+    teacher = NumbersBound(pair["tuned"])
+    found = best(pair["target"], None, rows(6, 40, 0.7), teacher=teacher, old=nothing)
+    assert (found.verdict, found.start, found.alpha) == ("taught", "none", 0)
+    assert "no weight of the target answers" in found.notes()[0]
+    assert accuracy(pair["target"], found.update) > accuracy(pair["target"])
+
+
+def test_the_better_start_is_taken_and_named(pair: dict[str, Any]) -> None:
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    shapes = {name: tuple(p.shape) for name, p in pair["base"].named_parameters()}
+    teacher = NumbersBound(pair["tuned"])
+    found = best(pair["target"], -tau, rows(6, 40, 0.7), teacher=teacher, old=Old(tau, correspond(shapes, shapes)))
+    assert set(found.parts["starts"]) == {"plain", "coordinates"}
+    assert found.start == "coordinates" and found.alpha > 0
+    assert "started from coordinates" in found.notes()[0]
+    assert len(found.parts["correspondence"]["hash"]) == 64
+    tuned = dict(pair["tuned"].named_parameters())
+    assert all(torch.equal(p, tuned[name]) for name, p in teacher.model.named_parameters())
+
+
+def test_the_teacher_alone_is_enough(pair: dict[str, Any]) -> None:
+    found = of(pair)
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    alone = best(pair["target"], tau, [], teacher=NumbersBound(pair["tuned"]), unlabelled=rows(60, 12, 0.7), seed=3)
+    assert accuracy(pair["target"], alone.update) > accuracy(pair["target"]) + 0.1
+    assert alone.work.backward == found.work.backward - 32 * 6 + 32 * 12  # 6 labels are fewer than a step holds
+    with pytest.raises(DataError, match="--unlabelled"):
+        best(pair["target"], tau, [], unlabelled=rows(60, 12, 0.7))
+
+
+def test_the_unit_of_a_step_follows_the_weights_across_shapes(pair: dict[str, Any]) -> None:
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    old, teacher = Old(tau, correspond({"a": (1,)}, {"b": (1,)})), NumbersBound(pair["tuned"])
+    large = NumbersBound(copy.deepcopy(pair["tuned"]))
+    with torch.no_grad():
+        for parameter in large.model.parameters():
+            parameter.mul_(4)
+    same = step_unit(teacher, None, teacher, old)
+    assert same == pytest.approx(typical_size(tau, teacher.trainable()))
+    assert step_unit(large, None, teacher, old) == pytest.approx(4 * same)
+
+
+def test_many_texts_leave_less_to_chance() -> None:
+    ids = torch.tensor([[101, 3 + n, 4 + n, 5 + n, 102] for n in range(40)])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    weights = torch.zeros(400)
+    weights[[350, 351]] = 1.0
+    made = set(remix(batch, 300, 0, vocabulary=weights)["input_ids"].flatten().tolist())
+    assert made - set(ids.flatten().tolist()) - {0} == {350, 351}  # 0 pads

@@ -4,14 +4,17 @@
 with and without a head, is shown under the target's prefix. And two releases may give the same token different
 rows: an extended table, a reordered one, padding. Then a task vector must not be added row by row. Where both sides
 come with a tokenizer, base and fine-tune are presented in the target's row order; rows of tokens that they do not
-share hold zeros in both, so nothing is moved there, and they are counted."""
+share hold zeros in both, so nothing is moved there, and they are counted.
+
+Where the target has other layers, widths or tokens altogether, nothing is matched; `another_shape` says so. A tensor
+that is merely missing is no other shape but a fault, and is left to the account of the trio."""
 
 from __future__ import annotations
 
 import filecmp
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json",
 )  # fmt: skip
 LEAST_SHARED = 0.5
+LAYER = re.compile(r"^(?P<before>.*?(layers?|blocks?|h|resblocks|transformer\.layer))\.(?P<i>\d+)\.(?P<inside>.+)$")
 
 
 def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
@@ -157,7 +161,7 @@ def match_vocabulary(
     if not tables:
         return base, tuned, {}
     same_rows = all(_rows(c, name) == _rows(target, name) for c in (base, tuned) for name in tables)
-    if same_rows and _same_tokenizer(base, target) and not _has_other_tokenizer(tuned, target):
+    if same_rows and same_tokenizer(base, target) and not _has_other_tokenizer(tuned, target):
         return base, tuned, {}
     before, goal = read_vocabulary(base.path), read_vocabulary(target.path)
     if before is None or goal is None:
@@ -195,31 +199,36 @@ def _rows(checkpoint: Checkpoint, name: str) -> int:
     return shape[0] if shape else 0
 
 
+def strangers(before: Mapping[str, int], goal: Mapping[str, int]) -> bool:
+    """Whether two vocabularies share so little that one is not the other, extended or reordered."""
+    return len(before.keys() & goal.keys()) < LEAST_SHARED * min(len(before), len(goal))
+
+
 def _refuse_strangers(base: Checkpoint, target: Checkpoint, before: Mapping[str, int], goal: Mapping[str, int]) -> None:
-    shared = len(before.keys() & goal.keys())
-    if shared < LEAST_SHARED * min(len(before), len(goal)):
+    if strangers(before, goal):
+        shared = len(before.keys() & goal.keys())
         raise IncompatibleCheckpoints(
             f"the tokenizers of {base} and {target} share {shared} of {len(before)} and {len(goal)} tokens: these are "
             "different vocabularies, not an extended or reordered one. Choose a target with the base's tokenizer."
         )
 
 
-def _same_tokenizer(base: Checkpoint, target: Checkpoint) -> bool:
+def same_tokenizer(base: Checkpoint, target: Checkpoint) -> bool:
     """Quick: the very same tokenizer file on both sides."""
     if base.path is None or target.path is None:
         return False
-    ours, theirs = _folder(base.path) / "tokenizer.json", _folder(target.path) / "tokenizer.json"
+    ours, theirs = folder_of(base.path) / "tokenizer.json", folder_of(target.path) / "tokenizer.json"
     return ours.is_file() and theirs.is_file() and filecmp.cmp(ours, theirs, shallow=False)
 
 
 def _has_other_tokenizer(tuned: Checkpoint, target: Checkpoint) -> bool:
     """A fine-tune often comes without one, or with a copy."""
-    if tuned.path is None or not (_folder(tuned.path) / "tokenizer.json").is_file():
+    if tuned.path is None or not (folder_of(tuned.path) / "tokenizer.json").is_file():
         return False
-    return not _same_tokenizer(tuned, target)
+    return not same_tokenizer(tuned, target)
 
 
-def _folder(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
@@ -227,7 +236,7 @@ def read_vocabulary(path: Path | None) -> dict[str, int] | None:
     """Token -> row from the tokenizer beside the weights, or None when there is none."""
     if path is None:
         return None
-    folder = _folder(path)
+    folder = folder_of(path)
     present = [file for file in TOKENIZER_FILES if (folder / file).is_file()]
     if not present:
         return None
@@ -255,3 +264,44 @@ def _fast_vocabulary(file: Path) -> dict[str, int]:
     except Exception as error:  # the library raises bare Exception for every malformed file
         reason = " ".join(str(error).split())[:120]
         raise CorruptInput(f"{file} is not a readable tokenizer ({reason}). Download it again.") from None
+
+
+def depths(names: Iterable[str]) -> dict[str, int]:
+    """Number of layers by the name before the layer's number."""
+    found: dict[str, int] = {}
+    for name in names:
+        match = LAYER.match(name)
+        if match is not None:
+            found[match["before"]] = max(found.get(match["before"], 0), int(match["i"]) + 1)
+    return found
+
+
+def another_shape(base: Checkpoint, target: Checkpoint) -> str | None:
+    """In what the target's shape is another than the base's; None where weight can be added to weight."""
+    base = match_prefix(base, target)
+    goal = set(target.names())
+    shared = [name for name in base.names() if name in goal]
+    ours, theirs = depths(base.names()), depths(target.names())
+    for stack, count in ours.items():
+        if stack in theirs and theirs[stack] != count:
+            return f"{theirs[stack]} layers instead of {count} under {stack!r}"
+    if len(shared) * 2 < len(base.names()) and ours and theirs:
+        return "another architecture: most of the weights go by other names"
+    for name in shared:
+        before, after = base.info(name).shape, target.info(name).shape
+        if LAYER.match(name) and len(before) == len(after) == 2 and before != after:
+            return f"{name!r} is {list(after)} instead of {list(before)}"
+    return _another_vocabulary(base, target)
+
+
+def _another_vocabulary(base: Checkpoint, target: Checkpoint) -> str | None:
+    """Two tokenizers with fewer than half of their tokens in common."""
+    tables = [name for name in base.names() if TOKEN_TABLE.search(name) and name in target]
+    if not tables or base.path is None or target.path is None or same_tokenizer(base, target):
+        return None
+    if folder_of(base.path) == folder_of(target.path):
+        return None
+    before, after = read_vocabulary(base.path), read_vocabulary(target.path)
+    if before is None or after is None or not strangers(before, after):
+        return None
+    return f"another vocabulary: {len(before.keys() & after.keys())} of {len(before)} tokens in common"

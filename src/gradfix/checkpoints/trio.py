@@ -22,7 +22,7 @@ from gradfix.checkpoints.kinds import (
     same_bytes,
     stored_copies,
 )
-from gradfix.checkpoints.matched import match_prefix, match_vocabulary
+from gradfix.checkpoints.matched import another_shape, match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
@@ -34,6 +34,9 @@ HEADS = frozenset(
         *("predictions", "generator_predictions", "discriminator_predictions"),
     }
 )
+
+
+ACROSS = "`--method best` (or bico, theseus) works across shapes."
 
 
 class Fate(Enum):
@@ -53,6 +56,7 @@ class Fate(Enum):
     SPARE_COPY = ("skipped", "a copy of {of}")
     NO_VOTES = ("copied", "no votes")
     ALPHA_ZERO = ("copied", "alpha is 0")
+    ANOTHER_SHAPE = ("copied", "the bases have other shapes")
 
     @property
     def kind(self) -> str:
@@ -107,14 +111,37 @@ class Trio:
     """Base, fine-tune and target as one thing.
 
     `base` and `tuned` are shown as the target names its tensors and orders its token rows; `sources` are all three
-    as their files are, `given` as the user named them. `vocabulary` says for the manifest how rows were matched."""
+    as their files are, `given` as the user named them. `vocabulary` says for the manifest how rows were matched.
 
-    def __init__(self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool) -> None:
+    `apart` says in what the target's shape is another than the base's. Then nothing is matched: base and fine-tune are
+    as their files are, and every tensor of the target stays unless a method that works across shapes changes it."""
+
+    def __init__(
+        self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool, across: bool = False
+    ) -> None:
         self.sources, self.given, self.head = dict(sources), dict(given), head
         self.target = self.sources["target"]
+        self.apart = another_shape(self.sources["base"], self.target)
+        if self.apart is not None and across and not strict:
+            self._keep_apart(head)
+            return
         base, tuned = (match_prefix(self.sources[role], self.target) for role in ("base", "tuned"))
         self.base, self.tuned, self.vocabulary = match_vocabulary(base, tuned, self.target)
         self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict)
+        self._count()
+        if self.apart is not None:
+            raise IncompatibleCheckpoints(f"{self.target} has another shape than {base}: {self.apart}. {ACROSS}")
+
+    def _keep_apart(self, head: str) -> None:
+        """Base and fine-tune must go together all the same."""
+        self.base, self.tuned, self.vocabulary = self.sources["base"], self.sources["tuned"], {}
+        refuse_quantised(self.target)
+        own = _Account(self.base, self.tuned, self.base).fates(head, False)
+        self.fates = Fates(dict.fromkeys(self.target.names(), TensorFate(Fate.ANOTHER_SHAPE)))
+        self.fates |= {name: fate for name, fate in own.items() if name in own.heads}
+        self._count()
+
+    def _count(self) -> None:
         self.moved, self.tied = self.fates.moved, self.fates.tied
         self.heads, self.copied = self.fates.heads, self.fates.copied
 
@@ -127,16 +154,17 @@ class Trio:
         *,
         head: str = "error",
         strict: bool = False,
+        across: bool = False,
     ) -> Trio:
         """Open and match all three, or say why they do not go together.
 
         A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the target has,
         or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the target
         lacks is an error. Buffers are the target's. A stored copy of a transported tensor is moved with it, and one
-        that a file leaves out is not missed."""
+        that a file leaves out is not missed. With `across` a target of another shape is no error: see `apart`."""
         before, goal = open_checkpoint(base), open_checkpoint(target)
         sources = {"base": before, "tuned": open_checkpoint(tuned, base=before), "target": goal}
-        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict)
+        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict, across)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ def _transport(config: configs.TransportConfig, out: Printer) -> None:
         rows.append(("margin", f"{result.margin:g}"))
     if result.report is not None:
         rows.append(("kept", f"{result.report.kept:.1%}"))
-    rows.append(("few-shot loss", f"{result.fewshot_loss_before:.4f} -> {result.fewshot_loss_after:.4f}"))
+    if result.fewshot_loss_before is not None and result.fewshot_loss_after is not None:
+        rows.append(("few-shot loss", f"{result.fewshot_loss_before:.4f} -> {result.fewshot_loss_after:.4f}"))
     if result.test_before and result.test_after:
         rows.append(("test accuracy", f"{result.test_before['accuracy']:.2f} -> {result.test_after['accuracy']:.2f}"))
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)

@@ -12,6 +12,7 @@ from gradfix.errors import UsageError
 from gradfix.methods.masked import Masked
 from gradfix.methods.method import Method
 from gradfix.methods.methods import METHODS
+from gradfix.methods.trained import is_turned
 from gradfix.registry import unknown
 from gradfix.vectors.masks import MASKS
 
@@ -50,6 +51,8 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
     by_verdict = name is not None
     name = name or config.method or (SPELLED if given(config).keys() & set(DIALS) else DEFAULT)
     if name == SPELLED:
+        if config.shots == 0:
+            raise UsageError("--shots 0 is for --method best with --unlabelled: a mask needs votes.")
         run = _masked(config, PAPER)
         known = next((n for n, m in METHODS.items() if m.run == replace(run, alpha=None, margin=None)), None)
         if known is not None:
@@ -62,12 +65,16 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
         if not by_verdict:
             raise UsageError(f"--method {name} has no --unlabelled: leave it out.")
         config = replace(config, unlabelled=None)  # it was for a verdict that might have been best
+    if config.shots == 0 and (method.traits.labels or config.unlabelled is None):
+        raise UsageError("--shots 0 is for --method best with --unlabelled: the old fine-tune alone is learned from.")
     if not isinstance(method.run, Masked) or method.run.noise:
         for dial in given(config).keys() & set(DIALS):
             raise UsageError(f"--method {name} has no --{dial}: leave it out.")
         return Asked(name, method, replace(config, method=name))
     _refuse_other_words(config, name, method.run)
     run = _masked(config, method.run)
+    if is_turned(run.align):  # no option spells this out
+        return Asked(name, replace(method, run=run), replace(config, method=name))
     words = {word: getattr(run, word) for word in FIXED if getattr(run, word) != getattr(PAPER, word)}
     return Asked(name, replace(method, run=run), replace(config, method=None, **{"mask": run.mask, **words}))
 
@@ -108,8 +115,8 @@ def _refuse_other_words(config: TransportConfig, name: str, run: Masked) -> None
 def _refuse_strays(config: TransportConfig, run: Masked) -> None:
     if run.margin is not None and not 0 <= run.margin <= 1:
         raise UsageError(f"--margin must lie between 0 and 1, got {config.margin}.")
-    if config.unlabelled is not None:
-        raise UsageError("--unlabelled is for --method best: leave it out.")
+    if config.unlabelled is not None and not is_turned(run.align):
+        raise UsageError("--unlabelled is for --method best, theseus or bico: leave it out.")
     for name in [name for name in READERS if name in given(config)]:
         if run.sees not in READERS[name]:
             able = [mask for mask in MASKS if MASKS[mask].sees in READERS[name]]

@@ -85,7 +85,7 @@ def plan_compare(config: CompareConfig) -> str:
     methods = config.methods or tuple(METHODS)
     for name in methods:
         METHODS[name]
-    Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
+    Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
     few_shot(splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
     if config.track:
         parse(config.track)

@@ -93,9 +93,9 @@ def number_or_auto(word: str, value: str | None) -> float | None:
     return number
 
 
-def refuse_broken(loss: float, alpha: float, force: bool) -> list[str]:
+def refuse_broken(loss: float | None, alpha: float, force: bool) -> list[str]:
     """Finite weights can still be of no use: so large that the model answers with NaN. Notes where it is forced."""
-    if math.isfinite(loss):
+    if loss is None or math.isfinite(loss):
         return []
     text = f"at alpha {alpha:g} the few-shot loss is {loss}: the model is broken. Use a smaller --alpha"
     if not force:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradfix.checkpoints.matched import match_prefix
+from gradfix.align.correspondence import correspond
+from gradfix.checkpoints.matched import match_prefix, read_vocabulary
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
-from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.trio import ACROSS, Trio
 from gradfix.commands.configs import InspectConfig
 from gradfix.errors import GradfixError, UsageError
+from gradfix.tasks.loading import read_json
 
 ROLES = ("base", "tuned", "target")
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -26,6 +28,7 @@ class Inspection:
     plan: dict[str, Any] = field(default_factory=dict)
     fates: list[dict[str, str]] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    correspondence: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -48,6 +51,9 @@ class Inspection:
             if told:
                 shown = told[: None if names else 20]
                 out.append((f"otherwise than transported as it is ({len(told)})", ("tensor", "", "why"), shown))
+        if self.correspondence:
+            said = [("", str(line)) for line in self.correspondence["says"]]
+            out.append((f"what answers to what ({self.correspondence['hash'][:12]})", ("", ""), said))
         if names:
             rows = [(t["name"], t["shape"], t["dtype"], f"{t['tau_norm']:.4g}") for t in self.tensors]
             out.append(("tensors", ("name", "shape", "dtype", "norm of the change"), rows))
@@ -126,6 +132,22 @@ def _measure(opened: dict[str, Checkpoint], found: Inspection) -> None:
         }
 
 
+def _answering(base: Checkpoint, target: Checkpoint) -> dict[str, Any]:
+    """Which weight of the target answers to which of the base, in words and in full."""
+    shapes, configs, tokens = [], [], []
+    for checkpoint in (base, target):
+        floating = [name for name in checkpoint.names() if checkpoint.info(name).dtype.is_floating_point]
+        shapes.append({name: checkpoint.info(name).shape for name in floating})
+        folder = checkpoint.path
+        config = folder / "config.json" if folder is not None and folder.is_dir() else None
+        configs.append(read_json(config) if config is not None and config.is_file() else {})
+        tokens.append(read_vocabulary(folder))
+    answer = correspond(
+        *shapes, base_config=configs[0], target_config=configs[1], base_tokens=tokens[0], target_tokens=tokens[1]
+    )
+    return {"hash": answer.hash, "says": answer.lines(), **answer.as_json()}
+
+
 def _comparable(name: str, opened: dict[str, Checkpoint]) -> bool:
     if not all(name in checkpoint for checkpoint in opened.values()):
         return False
@@ -136,7 +158,11 @@ def _comparable(name: str, opened: dict[str, Checkpoint]) -> bool:
 def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
     target = opened.get("target", opened["base"])
     try:
-        trio = Trio.open(opened["base"], opened["tuned"], target, head="skip")
+        trio = Trio.open(opened["base"], opened["tuned"], target, head="skip", across=True)
+        if trio.apart is not None:
+            found.correspondence = _answering(opened["base"], target)
+            found.notes.append(f"another shape: {trio.apart}. {ACROSS}")
+            return
         found.plan = {
             "transported": len(trio.moved),
             "copied": len(trio.copied),

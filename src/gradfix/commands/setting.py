@@ -115,7 +115,7 @@ def draw(start: Start, options: ShotOptions, validation: str | None = None, base
         raise DataError(
             f"{start.dataset.source} has only a test split; examples are drawn from train. Add a train file."
         )
-    indices = _pick(start, options, pool, base)
+    indices = _pick(start, options, pool, base) if options.shots else []
     fewshot = [pool[index] for index in indices]
     held = validation_rows(start, validation)
     test = start.dataset.splits.get("test")

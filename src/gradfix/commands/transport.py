@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from gradfix.checkpoints.folder import device_name
 from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
-from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.trio import ACROSS, Trio
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import Asked, asked
 from gradfix.commands.configs import TransportConfig, given
@@ -33,10 +34,12 @@ from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
 from gradfix.methods.opening import lenders_of, open_target, open_tuned, vector_of
+from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.system.meter import Meter
+from gradfix.tasks.base import Bound
 from gradfix.tasks.scoring import mean_loss
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
@@ -84,12 +87,13 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     if config.verdict is not None and (config.method not in (None, "mask", "best") or "mask" in given(config)):
         raise UsageError(f"--verdict {config.verdict} says what to ship: leave --method and --mask out.")
     wanted = asked(config) if config.verdict is None else None
-    trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict)
+    trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
     verdict = None
     if config.verdict is not None:
         verdict = read_verdict(config, trio)
         wanted = asked(replace(config, verdict=None), verdict["method"])
     assert wanted is not None
+    refuse_apart(wanted, trio)
     config = wanted.config
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
@@ -102,10 +106,19 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     if config.report and not shots.test:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     with sole_writer(config):
-        if config.check and not config.force:
+        if config.check and not config.force and shots.fewshot:
             stage("checking that the fine-tune beats its base")
             _refuse_swapped(config, start, shots, trio)
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
+
+
+def refuse_apart(wanted: Asked, trio: Trio) -> None:
+    """A method that adds weight to weight, asked for a target of another shape."""
+    if trio.apart is not None and not wanted.method.traits.across:
+        raise IncompatibleCheckpoints(
+            f"{wanted.name} adds weight to weight, and {trio.target} has another shape than {trio.sources['base']}: "
+            f"{trio.apart}. {ACROSS} Run `gradfix inspect` on the three to see what answers to what."
+        )
 
 
 def require_target(votes: SignVotes, target: Checkpoint) -> None:
@@ -132,6 +145,10 @@ def _refuse_swapped(config: TransportConfig, start: Start, shots: Shots, trio: T
             f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
             "--force (or --no-check) goes on all the same."
         )
+
+
+def nothing_of(bound: Bound) -> TaskVector:
+    return TaskVector({name: torch.zeros_like(p) for name, p in bound.model.named_parameters()})
 
 
 class _Partials(Store):
@@ -191,7 +208,8 @@ class _Transport:
             unlabelled = read_unlabelled(config.unlabelled, config)
             check_disjoint({"unlabelled": unlabelled, "test": shots.test or ()})
         trial = Trial(
-            self.bound, tau, Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
+            self.bound, tau if self.trio.apart is None else None,
+            Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
             store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task), judged=False,
         )  # fmt: skip
@@ -219,16 +237,15 @@ class _Transport:
 
     def _finish(self, trial: Trial, outcome: Outcome) -> TransportResult:
         config, alpha = self.config, outcome.alpha
-        update = outcome.update if outcome.update is not None else trial.tau
+        update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = None
         if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target)
             update = adapter.approximated
-        loss = lambda: mean_loss(self.bound.model, self.bound.loss, self.fewshot)  # noqa: E731
-        loss_before, before = loss(), self._test_score(trial)
+        loss_before, before = self._loss(), self._test_score(trial)
         with dialled(self.bound.model, update) as dial:
             dial.turn(alpha)
-            loss_after, after = loss(), self._test_score(trial)
+            loss_after, after = self._loss(), self._test_score(trial)
         self.notes += refuse_broken(loss_after, alpha, config.force)
         chosen_by = outcome.chosen_by or trial.regime
         measured = {
@@ -254,6 +271,10 @@ class _Transport:
             write_page(self.wanted, result, samples=len(self.shots.fewshot))
         return result
 
+    def _loss(self) -> float | None:
+        """On the few-shot examples; None without any."""
+        return mean_loss(self.bound.model, self.bound.loss, self.fewshot) if self.fewshot else None
+
     def _test_score(self, trial: Trial) -> dict[str, float] | None:
         return trial.score("test").as_json() if self.shots.test else None
 
@@ -262,12 +283,15 @@ class _Transport:
     ) -> StreamReport:
         config, trio, masked = self.config, self.trio, self.wanted.masked
         details: dict[str, Any] = {
+            **{name: outcome.parts[name] for name in ("correspondence", "start", "starts") if name in outcome.parts},
             "command": given(config),
             "computed": self._computed(),
             "measured": measured,
             "notes": self.notes,
         }
-        if masked is None or masked.noise:
+        if self.trio.apart is not None:
+            details["another_shape"] = self.trio.apart
+        if masked is None or masked.noise or is_turned(masked.align):
             traits = self.wanted.method.traits
             details["method"] = {"name": self.wanted.name, "transports": traits.transports, "way": traits.way}
         if adapter is not None:

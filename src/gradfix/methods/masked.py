@@ -14,6 +14,7 @@ import torch
 from gradfix.methods.method import Outcome
 from gradfix.methods.search import Choice, Setting, View
 from gradfix.methods.support import Support
+from gradfix.methods.trained import is_turned, turned
 from gradfix.methods.trial import Trial
 from gradfix.vectors.diagnostics import kept_by_block
 from gradfix.vectors.masks import MASKS
@@ -64,9 +65,11 @@ class Masked:
         choice = self.choice(trial, support, tau)
         margin = choice.setting.knobs.get("margin")
         moved = None if self.sees == "nothing" else self._moved(tau, support, support.whole, margin)
-        outcome = shipped(trial, choice, support, moved)
+        outcome = shipped(trial, choice, support, moved, tau)
+        old = trial.old() if is_turned(self.align) else None
         return replace(
             outcome,
+            parts={**outcome.parts, **({"correspondence": old.as_json()} if old is not None else {})},
             margin=margin,
             notes=(*self._warnings(trial), *outcome.notes),
             votes=self._votes(support, support.whole) if self.voted else None,
@@ -74,7 +77,10 @@ class Masked:
         )
 
     def _vector(self, trial: Trial, support: Support) -> TaskVector:
-        tau = trial.tau if self.align == "none" else trial.aligned(self.align)
+        if is_turned(self.align):
+            tau = turned(trial, support, self.align)
+        else:
+            tau = trial.tau if self.align == "none" else trial.aligned(self.align)
         if not self.noise:
             return tau
         noise = random_like(tau, support.seed)
@@ -90,7 +96,7 @@ class Masked:
         return transport(tau, shown, self.mask, generator=support.seed)
 
     def _settings(self, trial: Trial, support: Support, tau: TaskVector) -> list[Setting]:
-        plain = "tau" if tau is trial.tau else None
+        plain = "tau" if tau is trial.own_tau else None
         if self.sees == "nothing":
             return [Setting({}, lambda view: tau, plain)]
         if self.sees != "votes":
@@ -126,14 +132,17 @@ def masked_by(trial: Trial, support: Support, make: Callable[[View], Transported
     return shipped(trial, choice, support, make(support.whole))
 
 
-def shipped(trial: Trial, choice: Choice, support: Support, moved: Transported | None = None) -> Outcome:
-    """The choice as an outcome: made anew from the whole few-shot set."""
+def shipped(
+    trial: Trial, choice: Choice, support: Support, moved: Transported | None = None, tau: TaskVector | None = None
+) -> Outcome:
+    """The choice as an outcome: made anew from the whole few-shot set. `tau` is what was masked, if not the trial's."""
     update = moved.update if moved is not None else choice.setting.make(support.whole)
     parts: dict[str, Any] = {}
     if choice.curve is not None:
         parts["curve"] = choice.curve.accuracies()
     if moved is not None:
-        sizes = {name: int(trial.tau[name].count_nonzero()) for name in update}
+        whole_vector = trial.tau if tau is None else tau
+        sizes = {name: int(whole_vector[name].count_nonzero()) for name in update}
         changed = {name: share for name, share in moved.kept.items() if sizes[name]}
         parts["kept"] = kept_by_block(changed, sizes)
         whole = sum(sizes.values())

@@ -59,6 +59,9 @@ class Cost:
 FREE = Cost("0", lambda samples, steps: Work())
 ADDED = Cost("2P", lambda samples, steps: Work(vectors=1))
 VOTED = Cost("6PN + 2P", lambda samples, steps: Work(forward=samples, backward=samples, vectors=1))
+TURNED = Cost(
+    "12PN + 2P, and the maps", lambda samples, steps: Work(forward=2 * samples, backward=2 * samples, vectors=1)
+)
 ALIGNED = Cost("6PN + 2P, and the alignment", VOTED.work)
 STEPPED = Cost("6PN + 10P", lambda samples, steps: Work(samples, samples, 1))
 TRAINED = Cost("(6PN + 10P) steps", lambda samples, steps: Work(samples * steps, samples * steps, steps))
@@ -72,7 +75,8 @@ class Traits:
     `transports`: something of the old fine-tune is in the result. `reference`: uses what a user does not have, so
     it is no candidate. `control`: shows what chance is worth. `baseline`: simpler than any mask. `ships`: `transport`
     can write it. `fixed`: with a validation split it depends on neither shots nor seed. `gradient`: looks at the mean
-    gradient. `unlabelled`: learns from inputs without labels. `keeps`: drops part of the vector, so that the share it keeps means something. `drawn`: its line in
+    gradient. `unlabelled`: learns from inputs without labels. `labels`: cannot do without labelled ones. `across`: needs no weights that match one to one, so the
+    target may have another shape. `keeps`: drops part of the vector, so that the share it keeps means something. `drawn`: its line in
     the chart of alphas, by style ("main", "second", "third", ...) and legend. `way`: how it carries the fine-tune
     over, as the half-sentence that follows "was carried over to the new base" on the model card."""
 
@@ -84,6 +88,8 @@ class Traits:
     fixed: bool = False
     gradient: bool = False
     unlabelled: bool = False
+    across: bool = False
+    labels: bool = True
     keeps: bool = False
     drawn: tuple[str, str] | None = None
     way: str | None = None

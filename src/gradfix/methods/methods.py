@@ -22,6 +22,7 @@ from gradfix.methods.method import (
     STEPPED,
     TRAINED,
     TRAINED_IN_FULL,
+    TURNED,
     VOTED,
     NotHere,
     Outcome,
@@ -35,15 +36,22 @@ from gradfix.training.costs import Work
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
 
+TURNED_WAY = (
+    ": the difference of the first two was turned to the units of the third, by comparing what both bases make of the "
+    "same inputs, and added."
+)
 
-@method(FLOOR, "Target as it is", cost=FREE, transports=False, fixed=True, baseline=True, ships=False)
+
+@method(
+    FLOOR, "Target as it is", cost=FREE, transports=False, fixed=True, baseline=True, ships=False, across=True
+)  # fmt: skip
 def zero_shot(trial: Trial, support: Support) -> Outcome:
     return Outcome(None, 0.0, score=support.untouched())
 
 
 method("naive", "Plain addition", cost=ADDED, fixed=True, baseline=True, drawn=("third", "No mask"))(Masked("none"))
-method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True)(trained.one_step)
-method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True)(trained.polish)
+method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True, across=True)(trained.one_step)
+method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True, across=True)(trained.polish)
 method("gradfix", "GradFix", cost=VOTED, keeps=True, drawn=("main", "Majority vote"))(Masked())
 method("gradfix_mean", "GradFix, mean vote", cost=VOTED, gradient=True, keeps=True, drawn=("second", "Mean vote"))(
     Masked(vote="mean")
@@ -77,6 +85,13 @@ method("transfusion", "TransFusion", fixed=True)(Masked("none", align="transfusi
 method("rebasin", "Re-Basin", fixed=True)(Masked("none", align="rebasin"))
 method("align_mask", "Align, then mask", cost=ALIGNED, keeps=True)(Masked(align="transfusion"))
 
+method("theseus", "Theseus", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(Masked("none", align="theseus"))
+method("bico", "BiCo", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(Masked("none", align="bico"))
+method("bico_mask", "BiCo, then mask", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(Masked(align="bico"))
+method("bico_veto", "BiCo, then veto", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(
+    Masked("veto", align="bico")
+)
+
 
 @method("oracle", "Oracle mask", reference=True, fixed=True, keeps=True, ships=False)
 def oracle(trial: Trial, support: Support) -> Outcome:
@@ -86,7 +101,8 @@ def oracle(trial: Trial, support: Support) -> Outcome:
 
 
 @method(
-    CEILING, "Full fine-tuning", cost=TRAINED_IN_FULL, reference=True, transports=False, fixed=True, ships=False
+    CEILING, "Full fine-tuning", cost=TRAINED_IN_FULL, reference=True, transports=False, fixed=True, ships=False,
+    across=True,
 )  # fmt: skip
 def fine_tuned(trial: Trial, support: Support) -> Outcome:
     known = _known(trial)
@@ -97,8 +113,10 @@ method(
     "best",
     "Best recipe",
     unlabelled=True,
-    way=" by the best recipe: it was moved along the difference of the first two as far as the fine-tune's answers "
-    "agreed, then trained for a few dozen steps to answer as the fine-tune does.",
+    across=True,
+    labels=False,
+    way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
+    "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
 )(trained.by_recipe)
 
 

@@ -17,8 +17,11 @@ import torch
 
 from gradfix._version import __version__
 from gradfix.align import align
+from gradfix.align.correspondence import correspond, token_rows
 from gradfix.checkpoints.folder import is_side_file
 from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.matched import read_vocabulary
+from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
@@ -30,6 +33,7 @@ from gradfix.methods.workfolder import Folder, digest
 from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.tasks.classification import Classification
 from gradfix.training.distil import can_teach, teacher_of
+from gradfix.training.starts import Old
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 
@@ -48,8 +52,39 @@ def vector_of(trio: Trio, how: str = "none") -> TaskVector:
 
 
 def lenders_of(trio: Trio, bound: Bound, task: Task | None) -> Lenders:
-    """What the three checkpoints can lend to a trial."""
-    return Lenders(aligned=lambda how: vector_of(trio, how), teacher=lambda: open_teacher(trio, bound, task))
+    """What the three checkpoints can lend to a trial; across shapes nothing can be permuted."""
+    return Lenders(
+        aligned=None if trio.apart is not None else lambda how: vector_of(trio, how),
+        teacher=lambda: open_teacher(trio, bound, task),
+        old=lambda teacher: old_side(trio, bound, teacher),
+    )
+
+
+def old_side(trio: Trio, bound: Bound, teacher: Bound) -> Old:
+    """What answers to what between the old base and the target, by the names of the opened modules.
+
+    Maps whose weight the fine-tune left alone have nothing to carry, and are not compared."""
+    tau = TaskVector.own(trio)
+    names = dict(teacher.model.named_parameters())
+    mapped = tau if set(tau) <= set(names) else name_map(teacher.model, list(tau)).to_module(tau)
+    weight = next(iter(names.values()))
+    mapped = {name: delta.to(weight.device) for name, delta in mapped.items() if name in names}
+    tokens = [read_vocabulary(trio.sources[role].path) for role in ("base", "target")]
+    found = correspond(
+        _shapes(teacher), _shapes(bound), base_config=_config(teacher), target_config=_config(bound),
+        base_tokens=tokens[0], target_tokens=tokens[1],
+    )  # fmt: skip
+    found = found.of_changed(mapped)
+    return Old(TaskVector(mapped), found, token_rows(found, _shapes(bound), *tokens))
+
+
+def _shapes(bound: Bound) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in bound.model.named_parameters()}
+
+
+def _config(bound: Bound) -> dict[str, Any]:
+    config = getattr(bound.model, "config", None)
+    return dict(config.to_dict()) if config is not None and hasattr(config, "to_dict") else {}
 
 
 def open_teacher(trio: Trio, bound: Bound, task: Task | None) -> Bound | None:
@@ -61,7 +96,7 @@ def open_teacher(trio: Trio, bound: Bound, task: Task | None) -> Bound | None:
     weight = next(bound.model.parameters())
     base, tuned = trio.given["base"], trio.given["tuned"]
     if task is None or not isinstance(tuned, str | os.PathLike) or not isinstance(base, str | os.PathLike):
-        return teacher_of(bound, base, TaskVector.of(trio), task)
+        return None if trio.apart is not None else teacher_of(bound, base, TaskVector.of(trio), task)
     return open_tuned(trio, task, weight.dtype, weight.device)
 
 
@@ -110,7 +145,11 @@ class Opened:
         self.splits, self.notes = read_splits(self.dataset, request.validation, request.unlabelled)
         self.task = _task(request.task, self.dataset, request.task_options)
         target = request.target.model if isinstance(request.target, Bound) else request.target
-        self.trio = Trio.open(request.base, request.tuned, target, head=request.head, strict=request.strict)
+        self.trio = Trio.open(
+            request.base, request.tuned, target, head=request.head, strict=request.strict, across=True
+        )
+        if self.trio.apart is not None:
+            self.notes.append(f"the target has another shape than the base: {self.trio.apart}")
         self.bound = self._bound()
         self.opened = dict(self.trio.sources)
         if request.target_tuned is not None:
@@ -123,7 +162,7 @@ class Opened:
         tau = vector_of(self.trio, request.align)
         lenders = replace(lenders_of(self.trio, self.bound, self.task), tuned_target=self._tuned_target())
         self.trial = Trial(
-            self.bound, tau, self.splits,
+            self.bound, tau if self.trio.apart is None else None, self.splits,
             search=request.search, passes=request.passes, store=self.folder, lenders=lenders,
         )  # fmt: skip
 

@@ -1,4 +1,8 @@
-"""Methods that take optimiser steps on the target: few-shot fine-tuning, the best recipe, and full fine-tuning."""
+"""Methods that take optimiser steps on the target: few-shot fine-tuning, the best recipe, and full fine-tuning.
+
+And what the recipe shares with `theseus` and `bico`: the task vector in the target's coordinates. Its maps are made from
+the few-shot inputs, from inputs made of them and from unlabelled ones where there are some; what the old fine-tune
+answers stands for their labels. So the vector belongs to a few-shot set, and to no label of it."""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gradfix.align.coordinates import OUTSIDES
 from gradfix.checkpoints.write import discard
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import NotHere, Outcome
@@ -18,9 +23,11 @@ from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
-from gradfix.training.best import Best, best
+from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
+from gradfix.training.distil import Teaching
 from gradfix.training.finetuning import finetune, tune
+from gradfix.training.starts import in_coordinates
 from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
@@ -84,11 +91,13 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
 
     Nothing is chosen by labels. A validation set lends its inputs and may veto the result; without one the folds
     score it for a verdict, and because they choose nothing their passes are not on the method's bill."""
-    extra = trial.splits.unlabelled or trial.splits.validation
 
     def run(examples: Sequence[Example]) -> Best:
         try:
-            return best(trial.bound, trial.tau, examples, teacher=trial.teacher(), unlabelled=extra, seed=support.seed)
+            return best(
+                trial.bound, trial.own_tau, examples, teacher=trial.teacher(), unlabelled=trial.unlabelled,
+                old=trial.old(), seed=support.seed,
+            )  # fmt: skip
         except (DataError, UsageError) as error:
             raise NotHere(str(error)) from error
 
@@ -106,6 +115,38 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
     trial.bill.own = bill
     trial.bill.away += time.perf_counter() - began
     return replace(outcome, score=score_of_folds)
+
+
+def is_turned(how: str) -> bool:
+    return how in OUTSIDES
+
+
+def turned(trial: Trial, support: Support, how: str) -> TaskVector:
+    """The vector for one few-shot set, made once and billed to whoever asks."""
+
+    def make() -> TaskVector:
+        try:
+            return _turned(trial, support, how)
+        except (DataError, UsageError) as error:
+            raise NotHere(str(error)) from error
+
+    vector: TaskVector = trial.shared(f"turned-{how}-{support.name}", make)
+    return vector
+
+
+def _turned(trial: Trial, support: Support, how: str) -> TaskVector:
+    teacher, old = trial.teacher(), trial.old()
+    if teacher is None or old is None:
+        raise NotHere("coordinates need the old base and its fine-tune as models with a closed label set.")
+    if not old.correspondence.linear:
+        raise NotHere("no linear map of the target answers to one of the base. `--method best` needs none.")
+    recipe = Teaching()
+    lesson, asked = lesson_for(
+        trial.bound, teacher, support.examples, trial.unlabelled, remembered(teacher, old.tau), recipe, support.seed
+    )  # fmt: skip
+    moved = in_coordinates(trial.bound, teacher, old, lesson, recipe, how)
+    trial.bill.own += Work(forward=asked + moved.passes, backward=moved.passes)
+    return moved.vector
 
 
 def in_full(

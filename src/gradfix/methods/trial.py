@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.trio import ACROSS
 from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.methods.method import NotHere
 from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View
 from gradfix.methods.support import Support
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.training.costs import Work
+from gradfix.training.starts import Old
 from gradfix.vectors.scale import Dial, dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -66,11 +69,12 @@ class Passes:
 @dataclass(frozen=True, kw_only=True)
 class Lenders:
     """What a trial may ask for, made only when it is: tau permuted to the target, the target's own vector, the
-    tuned old model."""
+    tuned old model, and what is known of the old side to turn its vector to the target's units."""
 
     aligned: Callable[[str], TaskVector] | None = None
     tuned_target: Callable[[], TaskVector] | None = None
     teacher: Callable[[], Bound | None] | None = None
+    old: Callable[[Bound], Old | None] | None = None
 
 
 class Trial:
@@ -79,7 +83,7 @@ class Trial:
     def __init__(
         self,
         bound: Bound,
-        tau: TaskVector,
+        tau: TaskVector | None,
         splits: Splits,
         *,
         search: Search | None = None,
@@ -88,20 +92,30 @@ class Trial:
         lenders: Lenders | None = None,
         judged: bool = True,
     ) -> None:
-        """`judged`: a verdict will want every method's score, also of those that choose nothing by it."""
+        """`judged`: a verdict will want every method's score, also of those that choose nothing by it.
+
+        `tau` is None where the target has another shape; then only methods that work across shapes run."""
         self.bound, self.model, self.splits, self.judged = bound, bound.model, splits, judged
         self.notes: list[str] = []
         name_map(self.model)  # loads what the first vote would, so that no method is billed for imports
-        self.tau = self.by_module(tau)
+        self.own_tau = self.by_module(tau) if tau is not None else None
         self.search, self.passes = search or Search(), passes or Passes()
         self.regime: Regime = "few_shot" if splits.validation is None else "validation"
         self.store, self.lenders = store or Store(), lenders or Lenders()
         self.bill = Bill()
         self._teacher: Bound | None = None
+        self._old: Old | None = None
         self.examples: dict[str, Sequence[Example]] = {"test": splits.test, "validation": splits.validation or ()}
         self._batches: dict[str, list[Batch]] = {}
         self._shared: dict[str, tuple[Any, Work]] = {}
         self._support: Support | None = None
+
+    @property
+    def tau(self) -> TaskVector:
+        """The task vector, weight by weight; there is none where the target has another shape."""
+        if self.own_tau is None:
+            raise NotHere(f"it needs weights that match one to one, and the target has another shape. {ACROSS}")
+        return self.own_tau
 
     def by_module(self, tau: TaskVector) -> TaskVector:
         """The vector under the module's names, without tensors this model does not have."""
@@ -116,6 +130,11 @@ class Trial:
             if name in mapped:  # a tied weight goes by several names, and moves once
                 own.setdefault(first[id(parameter)], mapped[name].to(parameter.device))
         return TaskVector(own)
+
+    @property
+    def unlabelled(self) -> Sequence[Example]:
+        """Inputs that may be asked about; nobody reads their labels."""
+        return self.splits.unlabelled or self.splits.validation or ()
 
     # -- shared products -------------------------------------------------------------------------------
 
@@ -167,9 +186,18 @@ class Trial:
             self.bill.away += time.perf_counter() - start
         return self._teacher
 
+    def old(self) -> Old | None:
+        """The old side for coordinates; None where it cannot be asked."""
+        teacher = self.teacher()
+        if self._old is None and teacher is not None and self.lenders.old is not None:
+            start = time.perf_counter()
+            self._old = self.lenders.old(teacher)
+            self.bill.away += time.perf_counter() - start
+        return self._old
+
     def support(self, shots: int, seed: int) -> Support:
         if self._support is None or (self._support.shots, self._support.seed) != (shots, seed):
-            for key in [key for key in self._shared if key.startswith(("votes-", "gradient-"))]:
+            for key in [key for key in self._shared if key.startswith(("votes-", "gradient-", "turned-"))]:
                 del self._shared[key]
             self._batches = {name: b for name, b in self._batches.items() if not name.startswith("fold-")}
             self._support = Support(self, shots, seed)

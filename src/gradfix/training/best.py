@@ -1,15 +1,15 @@
-"""The recipe that `--method best` runs: find how far to go along the task vector, then learn the rest from the teacher.
+"""The recipe that `--method best` runs: find where to start and how far to go, then learn the rest from the teacher.
 
 The tuned old model comes with every transport and is an excellent judge of the task's inputs. It answers inputs
 made from the few-shot examples (or real unlabelled ones), and the target is brought to the same answers in a few
-dozen steps that start where the task vector leads. Nothing is chosen by labels, so no validation
+dozen steps. They start where the task vector leads, as it is or in the target's coordinates, or at the target itself:
+where no weight answers to another, the teacher alone is handed on. Nothing is chosen by labels, so no validation
 set is needed; with one, its inputs are asked about too, and its labels veto a result that is worse than none."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,91 +20,127 @@ from gradfix.errors import DataError, UsageError
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
-from gradfix.training.distil import (
-    Batch,
-    Lesson,
-    Teaching,
-    answers,
-    can_teach,
-    distil,
-    join,
-    take,
-    typical_size,
-    unbiased_divergence,
-)
+from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
 from gradfix.training.remix import remix, splice_words
+from gradfix.training.starts import COORDINATES, NONE, PLAIN, Old, Start, choose_start, in_coordinates, step_unit
 from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
-ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-PATIENCE = 2  # alphas in a row without a new best that end the walk
 ENOUGH = 320  # real unlabelled inputs that need no made-up ones beside them
 
 
 @dataclass(frozen=True)
 class Best:
-    """`target + update` is the result; `alpha` is where along the task vector the polish began.
+    """`target + update` is the result; the polish began at `alpha` along the vector that `start` names.
 
-    `verdict`: "transported", or "taught" where the vector did not help and the steps began at the target."""
+    `start`: "plain" (the task vector as it is), "coordinates" (turned to the target's units) or "none".
+    `verdict`: "transported", or "taught" where no vector helped and the steps began at the target."""
 
     update: TaskVector
     verdict: str
     alpha: float
+    start: str = PLAIN
     parts: dict[str, Any] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     seconds: float = 0.0
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know about how the update came about."""
-        said = []
-        if not self.alpha:
-            said.append("the task vector did not help: taught from the target's own weights")
+        said = [_reason(self.start, self.parts.get("starts", {}))]
         if not self.parts.get("asked"):
             said.append("the old fine-tune could not be asked: learned from the few-shot labels alone")
-        return tuple(said)
+        return tuple(filter(None, said))
+
+
+def _reason(start: str, tried: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Which start was taken and why; nothing where the task vector was the only one and helped."""
+    if start == NONE:
+        why = "the task vector did not help" if tried else "no weight of the target answers to one of the base"
+        return f"{why}: taught from the target's own weights"
+    if len(tried) < 2:
+        return None
+    listed = ", ".join(f"{name} {_shown(found)} at alpha {found['alpha']:g}" for name, found in tried.items())
+    return f"started from {start}: it follows the old fine-tune's answers best (divergence: {listed})"
+
+
+def _shown(found: Mapping[str, Any]) -> str:
+    return "unknown" if found["divergence"] is None else f"{found['divergence']:.3f}"
 
 
 def best(
     bound: Bound,
-    tau: TaskVector,
+    tau: TaskVector | None,
     examples: Sequence[Example],
     *,
     teacher: Bound | None = None,
     unlabelled: Sequence[Example] | None = None,
+    old: Old | None = None,
     recipe: Teaching | None = None,
     seed: int = 0,
 ) -> Best:
     """One update for `bound.model`, which is left as it was.
 
-    `tau` speaks the module's names. `teacher` is the tuned old model with its own head; without one (or where
-    the task has no closed label set) alpha and polish look at the few-shot labels alone, which is weaker.
-    `unlabelled` examples may carry labels: they are not read."""
+    `tau` speaks the module's names; None where the target has another shape. `teacher` is the tuned old model with its
+    own head; without one (or where the task has no closed label set) alpha and polish look at the few-shot labels
+    alone, which is weaker. `old` lets the vector be turned to the target's units. `unlabelled` examples may carry
+    labels: they are not read; with them `examples` may be empty, and the teacher alone is learned from."""
     recipe, began = recipe or Teaching(), time.perf_counter()
-    if not examples:
-        raise DataError("the best recipe needs labelled examples; check the data and --shots.")
-    labelled = bound.collate(examples)
-    vocabulary = remembered(bound, tau)
-    lesson, asked = _lesson(bound, teacher, examples, unlabelled or (), vocabulary, recipe, seed)
-    alpha, curve = _start(bound, tau, labelled, lesson, recipe)
-    names = bound.trainable()
-    rate = recipe.rate * typical_size(tau, names)
+    if not examples and not (unlabelled and teacher is not None and can_teach(bound)):
+        raise DataError(
+            "the best recipe needs labelled examples, or unlabelled ones and a fine-tune that can be asked; "
+            "check the data, --shots and --unlabelled."
+        )
+    labelled = bound.collate(examples) if examples else None
+    vocabulary = remembered(bound, tau) if tau is not None else None
+    if tau is None and old is not None and teacher is not None:
+        vocabulary = remembered(teacher, old.tau)
+    lesson, asked = lesson_for(bound, teacher, examples, unlabelled or (), vocabulary, recipe, seed)
+    rate = recipe.rate * step_unit(bound, tau, teacher, old)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
-    with restored(bound.model) as before, dialled(bound.model, tau) as dial:
-        dial.turn(alpha)
+    vectors, work, found = _vectors(bound, tau, teacher, old, lesson, recipe)
+    start, tried = choose_start(bound, vectors, labelled, lesson, recipe)
+    if len(unlabelled or ()) >= ENOUGH and len(lesson):
+        recipe = recipe.real()
+    with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
+        dial.turn(start.alpha)
         passes = distil(bound, labelled, lesson, rate, recipe, seed)
         update = change(bound.model, before)
-    probed = min(recipe.probes, len(lesson)) or min(recipe.labelled, len(examples))
-    tried = len(curve) * probed
-    work = Work(forward=passes + asked + tried, backward=passes, steps=recipe.steps, vectors=len(curve))
-    known = [(at, value if math.isfinite(value) else None) for at, value in curve]  # JSON has no infinity
-    parts = {"start_alpha": alpha, "start_curve": known, "rate": rate, "steps": recipe.steps, "asked": asked}
-    verdict = "transported" if alpha else "taught"
-    return Best(update, verdict, alpha, parts, work, time.perf_counter() - began)
+    probed = sum(one.passes for one in tried)
+    walked = sum(len(one.curve) for one in tried)
+    work += Work(forward=passes + asked + probed, backward=passes, steps=recipe.steps, vectors=walked)
+    parts = {
+        **_told(start, tried), **found, "rate": rate, "steps": recipe.steps, "asked": asked,
+    }  # fmt: skip
+    verdict = "taught" if start.name == NONE else "transported"
+    return Best(update, verdict, start.alpha, start.name, parts, work, time.perf_counter() - began)
 
 
-def _lesson(
+def _vectors(
+    bound: Bound, tau: TaskVector | None, teacher: Bound | None, old: Old | None, lesson: Lesson, recipe: Teaching
+) -> tuple[dict[str, TaskVector], Work, dict[str, Any]]:
+    """The vectors a start may lie on, what they cost, and what is to be told of them."""
+    vectors, work, told = ({} if tau is None else {PLAIN: tau}), Work(), {}
+    if old is not None:
+        told["correspondence"] = old.as_json()
+    if old is not None and teacher is not None and len(lesson) and old.correspondence.linear:
+        moved = in_coordinates(bound, teacher, old, lesson, recipe)
+        vectors[COORDINATES] = moved.vector
+        work = Work(forward=moved.passes, backward=moved.passes, vectors=1)
+    return vectors, work, told
+
+
+def _told(start: Start, tried: Sequence[Start]) -> dict[str, Any]:
+    return {
+        "start": start.name,
+        "start_alpha": start.alpha,
+        "start_curve": start.as_json()["curve"],
+        "starts": {one.name: one.as_json() for one in tried},
+    }
+
+
+def lesson_for(
     bound: Bound,
     teacher: Bound | None,
     examples: Sequence[Example],
@@ -118,14 +154,18 @@ def _lesson(
     Each side reads the examples with its own transform, and the same draws make the same remixes of both."""
     if teacher is None or not can_teach(bound):
         return Lesson({}, torch.empty(0)), 0
-    order = torch.randperm(len(unlabelled), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(unlabelled), generator=generator).tolist()
     real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
     parts: list[list[Batch]] = [[side.collate(real) for side in (bound, teacher)]] if real else []
     if len(real) < ENOUGH:
         known = [*examples, *real]
         parts.append(_made_up(bound, teacher, known, recipe.pool - len(real), vocabulary, seed))
     ours, theirs = (_unanswered(sides[0] if len(sides) == 1 else join(*sides)) for sides in zip(*parts, strict=True))
-    return Lesson(ours, answers(teacher, theirs)), len(next(iter(theirs.values())))
+    if len(parts) > 1:  # real and made-up inputs mixed, so that any stretch of them is typical
+        mixed = torch.randperm(len(ours["labels"]), generator=generator)
+        ours, theirs = take(ours, mixed), take(theirs, mixed)
+    return Lesson(ours, answers(teacher, theirs), theirs), len(theirs["labels"])
 
 
 def _made_up(
@@ -140,9 +180,9 @@ def _made_up(
     per_label = tokens[0] is not None and tokens[0].dim() > 2
     same = tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu())
     if same and not per_label:
-        table = _table(teacher)
-        if vocabulary is not None and table is not None:
-            vocabulary = vocabulary[: table.num_embeddings]  # tokens that only the new base has say nothing to the old
+        for table in (_table(teacher), _table(bound)):  # tokens that only one base has say nothing to the other
+            if vocabulary is not None and table is not None:
+                vocabulary = vocabulary[: table.num_embeddings]
         return [_unanswered(remix(batch, count, seed, vocabulary)) for batch in (ours, theirs)]
     column = _text_column(known[0], per_label)
     if not all(isinstance(example.get(column), str) for example in known):
@@ -184,28 +224,3 @@ def _table(bound: Bound) -> nn.Embedding | None:
     except NotImplementedError:  # models of two towers (CLIP) have no one table
         return None
     return table if isinstance(table, nn.Embedding) else None
-
-
-def _start(
-    bound: Bound, tau: TaskVector, labelled: Batch, lesson: Lesson, recipe: Teaching
-) -> tuple[float, list[tuple[float, float]]]:
-    """The alpha at which the target's answers follow the teacher's best, a constant per class aside.
-
-    Without a teacher: the alpha of the lowest few-shot loss."""
-    rows = torch.arange(min(recipe.probes, len(lesson)))
-    few = torch.arange(min(recipe.labelled, len(labelled["labels"])))
-    probe = lesson.take(rows) if len(lesson) else None
-    curve: list[tuple[float, float]] = []
-    with dialled(bound.model, tau) as dial:
-        for alpha in ALPHAS:
-            dial.turn(alpha)
-            if probe is not None:
-                value = unbiased_divergence(answers(bound, probe.inputs), probe.answers)
-            else:
-                with torch.no_grad():
-                    value = float(bound.loss(bound.model, take(labelled, few)).mean())
-            curve.append((alpha, float("inf") if math.isnan(value) else value))
-            lowest = min(range(len(curve)), key=lambda i: curve[i][1])
-            if len(curve) - 1 - lowest >= PATIENCE:
-                break
-    return min(curve, key=lambda point: point[1])[0], curve

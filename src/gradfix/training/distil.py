@@ -10,7 +10,7 @@ import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ class Teaching:
 
     `rate` is in units of the task vector's typical size per weight, so it fits models of any width. `betas` forget
     fast: in a few dozen steps the usual ones carry the first, steep gradients to the end.
-    `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about."""
+    `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about. `mapped`
+    of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start."""
 
     steps: int = 32
     rate: float = 0.2
@@ -45,14 +46,21 @@ class Teaching:
     temperature: float = 2.0
     prior: float = 16.0
     probes: int = 48
+    mapped: int = 256
+    map_batch: int = 64
+
+    def real(self) -> Teaching:
+        """The same number of samples in more and smaller steps: what real inputs repay and made-up ones do not."""
+        return replace(self, steps=2 * self.steps, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Inputs the student is taught on, and the teacher's logits for them."""
+    """Inputs the student is taught on, and the teacher's logits for them; `theirs` are they as the teacher reads them."""
 
     inputs: Batch
     answers: Tensor
+    theirs: Batch = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -139,11 +147,12 @@ def unbiased_divergence(student: Tensor, teacher: Tensor) -> float:
     return float(divergence(student - (student - teacher).mean(0), teacher).mean())
 
 
-def distil(bound: Bound, labelled: Batch, lesson: Lesson, rate: float, teaching: Teaching, seed: int) -> int:
+def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, teaching: Teaching, seed: int) -> int:
     """Train `bound.model` in place; returns how many samples went forward and backward.
 
     The loss is w * cross-entropy on the labelled samples + the divergence from the teacher on the others, with
-    w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone."""
+    w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone, no labelled samples
+    the divergence."""
 
     def diverged(step: int, _: float) -> DataError:
         return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
@@ -151,29 +160,32 @@ def distil(bound: Bound, labelled: Batch, lesson: Lesson, rate: float, teaching:
     training = Training(
         trainable_weights(bound), lambda step: rate * _schedule(step, teaching.steps), diverged, betas=teaching.betas
     )
-    count = len(labelled["labels"])
-    shares = (min(teaching.labelled, count), min(teaching.unlabelled, len(lesson)))
+    count = 0 if labelled is None else len(labelled["labels"])
+    wanted = (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)
+    shares = (min(wanted[0], count), min(wanted[1], len(lesson)))
     known, asked = draws(count, shares[0], seed + 1), draws(len(lesson), shares[1], seed + 2)
     weight = count / (count + teaching.prior) if len(lesson) else 1.0
     with left_as_it_was(bound.model), torch.enable_grad():
         for step in range(teaching.steps):
-            seen = take(labelled, torch.tensor(next(known)))
-            if len(lesson):
-                told = lesson.take(torch.tensor(next(asked)))
-                loss = _both(bound, seen, told, weight, teaching.temperature)
-            else:
-                loss = bound.loss(bound.model, seen).mean()
-            training.step(step, [loss])
+            told = lesson.take(torch.tensor(next(asked))) if len(lesson) else None
+            seen = take(labelled, torch.tensor(next(known))) if labelled is not None else None
+            training.step(step, [_loss(bound, seen, told, weight, teaching.temperature)])
     return teaching.steps * sum(shares)
 
 
-def _both(bound: Bound, seen: Batch, lesson: Lesson, weight: float, temperature: float) -> Tensor:
+def _loss(bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float) -> Tensor:
     """Labels and teacher in one forward pass."""
+    if told is None:
+        assert seen is not None
+        return bound.loss(bound.model, dict(seen)).mean()
+    if seen is None:
+        found = bound.logits(bound.model, dict(told.inputs))
+        return divergence(found, told.answers.to(found), temperature).mean()
     labels = seen["labels"]
-    found = bound.logits(bound.model, join(seen, lesson.inputs))
+    found = bound.logits(bound.model, join(seen, told.inputs))
     known, asked = found[: len(labels)], found[len(labels) :]
-    told = divergence(asked, lesson.answers.to(asked), temperature).mean()
-    return weight * functional.cross_entropy(known, labels) + told
+    lesson = divergence(asked, told.answers.to(asked), temperature).mean()
+    return weight * functional.cross_entropy(known, labels) + lesson
 
 
 def join(first: Batch, second: Batch) -> dict[str, Tensor]:

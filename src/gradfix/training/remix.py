@@ -1,7 +1,8 @@
 """Inputs without labels, made from a few real ones: what a teacher can be asked about.
 
 Works on collated batches, so it needs no knowledge of words or pictures. Token sequences are spliced from
-two inputs and partly replaced by random tokens, in every second sequence by tokens the fine-tune has met; real-valued
+two inputs and partly replaced by random tokens, in every second sequence by tokens the fine-tune has met (the more
+texts there are to cut, the less is left to chance); real-valued
 inputs (images) are blended or patched together and moved a little. The result is not meant to be natural: it
 only has to lie near the data, because the teacher, not a person, answers."""
 
@@ -16,6 +17,7 @@ Batch = Mapping[str, Tensor]
 Bag = tuple[Tensor, Tensor]
 
 REPLACED = 0.5  # at most this share of a sequence's tokens is random
+FEW = 32  # from so many texts on, half as many are, and all of them are tokens that the fine-tune has met
 SHIFT = 0.1  # an image moves by at most this share of its height and width
 
 
@@ -23,7 +25,7 @@ def remix(batch: Batch, count: int, seed: int, vocabulary: Tensor | None = None)
     """`count` new inputs from the inputs of a batch; "labels" are dropped.
 
     Equal batches and seeds give equal results. `vocabulary` has a weight for every token id that may be drawn: the
-    odd sequences draw by weight, the even ones evenly. Without it replaced tokens come from the batch itself.
+    odd sequences draw by weight, the even ones evenly (with `FEW` texts or more all draw by weight). Without it replaced tokens come from the batch itself.
     Batches of unknown make-up are resampled."""
     generator = torch.Generator().manual_seed(seed)
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -50,13 +52,15 @@ def _splice(
     special = torch.cat([texts[0][:head], texts[0][len(texts[0]) - tail :]])
     reserved = torch.cat([special, ids[~mask].unique()])
     bags = _bags(torch.cat(bodies), reserved, vocabulary)
+    few = len(texts) < FEW
+    top, turns = (REPLACED, (0, 1)) if few else (REPLACED / 2, (1, 1))
     room = ids.shape[1] - head - tail
     made = []
     for turn in range(count):
         body = torch.cat([_piece(bodies, generator), _piece(bodies, generator)])[:room]
-        share = REPLACED * torch.rand(1, generator=generator)
+        share = top * torch.rand(1, generator=generator)
         swapped = torch.rand(len(body), generator=generator) < share
-        drawn = _drawn(bags[turn % 2], len(body), generator)
+        drawn = _drawn(bags[turns[turn % 2]], len(body), generator)
         body = torch.where(swapped, drawn, body)
         made.append(torch.cat([texts[0][:head], body, texts[0][len(texts[0]) - tail :]]))
     pad = int(ids[~mask][0]) if bool((~mask).any()) else 0

@@ -33,9 +33,20 @@ class TaskVector(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, trio: Trio) -> TaskVector:
-        """What the fine-tune changed in the weights all three share, under the target's names."""
+        """What the fine-tune changed in the weights all three share, under the target's names.
+
+        Where the target has another shape: in the weights of its base, under their own names."""
+        if trio.apart is not None:
+            return cls.own(trio)
         shared = {name: name for name in trio.base.names() if name in trio.tuned and name in trio.target}
         return cls.between(Renamed(trio.base, shared), Renamed(trio.tuned, shared))
+
+    @classmethod
+    def own(cls, trio: Trio) -> TaskVector:
+        """What the fine-tune changed in its base, in the names and the order of that base."""
+        base, tuned = trio.sources["base"], trio.sources["tuned"]
+        shared = {name: name for name in base.names() if name in tuned}
+        return cls.between(Renamed(base, shared), Renamed(tuned, shared))
 
     @classmethod
     def between(cls, base: Source | Checkpoint, tuned: Source | Checkpoint) -> TaskVector:

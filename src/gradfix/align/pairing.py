@@ -1,0 +1,74 @@
+"""Rows of activations of two models, side by side: what one model saw where the other saw the same.
+
+With the same tokens or patches rows pair by position. Other tokenizers and patch sizes cut a sample into other
+pieces; then both sides are averaged over the same stretches of the text, or the same cells of the picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Batch = Mapping[str, Tensor]
+
+
+def side_by_side(ours: Tensor, theirs: Tensor, batches: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
+    """Two captured tensors (samples, ..., units) as matrices with equal numbers of rows."""
+    pair = ours, theirs
+    if ours.dim() == theirs.dim() == 2:
+        return pair
+    masks = [_mask(tensor, batch) for tensor, batch in zip(pair, batches, strict=True)]
+    if ours.shape[:-1] == theirs.shape[:-1] and _same_pieces(*batches):
+        keep = masks[0] if masks[0] is not None else torch.ones(ours.shape[:-1], dtype=torch.bool)
+        return ours[keep.to(ours.device)], theirs[keep.to(theirs.device)]
+    cells = [tensor.flatten(0, -3) for tensor in pair]
+    if masks[0] is None and masks[1] is None and "pixel_values" in batches[0]:
+        size = min(math.isqrt(tensor.shape[1]) for tensor in cells)
+        first, second = (_grid(tensor, size) for tensor in cells)
+    else:
+        size = min(tensor.shape[1] for tensor in cells)
+        first, second = (_stretches(tensor, mask, size) for tensor, mask in zip(cells, masks, strict=True))
+    return first.flatten(0, 1), second.flatten(0, 1)
+
+
+def _same_pieces(first: Batch, second: Batch) -> bool:
+    """Whether both models read the same tokens, or images of one size."""
+    if "input_ids" in first and "input_ids" in second:
+        ours, theirs = first["input_ids"], second["input_ids"]
+        return ours.shape == theirs.shape and torch.equal(ours.cpu(), theirs.cpu())
+    return ("input_ids" in first) == ("input_ids" in second)
+
+
+def _mask(captured: Tensor, batch: Batch) -> Tensor | None:
+    mask = batch.get("attention_mask")
+    if mask is None:
+        return None
+    mask = mask.flatten(0, -2).bool()
+    return mask if tuple(mask.shape) == tuple(captured.flatten(0, -3).shape[:2]) else None
+
+
+def _stretches(tensor: Tensor, mask: Tensor | None, count: int) -> Tensor:
+    """Averages over `count` equal stretches of every sample; a token that lies in two counts in both, by its share."""
+    length = (
+        torch.full((len(tensor),), tensor.shape[1], device=tensor.device)
+        if mask is None
+        else mask.sum(1).to(tensor.device)
+    )
+    place = torch.arange(tensor.shape[1], device=tensor.device)
+    edge = torch.arange(count + 1, device=tensor.device).to(tensor.dtype) / count * length[:, None]
+    low, high = edge[:, :-1, None], edge[:, 1:, None]
+    share = (torch.minimum(high, place + 1.0) - torch.maximum(low, place.to(tensor.dtype))).clamp(min=0)
+    return share / share.sum(-1, keepdim=True).clamp(min=1e-9) @ tensor
+
+
+def _grid(tensor: Tensor, size: int) -> Tensor:
+    """The class token (zeros without one) and the patches averaged to a grid of `size` by `size` cells."""
+    side = math.isqrt(tensor.shape[1])
+    extra = tensor.shape[1] - side * side
+    patches = tensor[:, extra:].transpose(1, 2).unflatten(2, (side, side))
+    cells = functional.adaptive_avg_pool2d(patches, size).flatten(2).transpose(1, 2)
+    first = tensor[:, :1] if extra else torch.zeros_like(tensor[:, :1])
+    return torch.cat([first, cells], 1)

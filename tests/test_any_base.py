@@ -1,0 +1,141 @@
+"""From any base to any base: other depths, widths, vocabularies and architectures, by the same command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from gradfix.checkpoints.trio import Trio
+from gradfix.commands.configs import InspectConfig, TransportConfig
+from gradfix.commands.inspect import run_inspect
+from gradfix.commands.transport import run_transport
+from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.methods.comparison import compare
+from gradfix.tasks.zero_shot import ZeroShot
+from gradfix.training.finetuning import finetune
+from tests.tiny import _BERT, TEXT_LABELS, save_tiny, save_tokenizer, toy_texts, write_rows
+
+LABELS = {label: label for label in TEXT_LABELS}
+
+
+def encoder(folder: Path, seed: int, **changes: Any) -> Path:
+    torch.manual_seed(seed)
+    hf.BertModel(hf.BertConfig(**{**_BERT, **changes})).save_pretrained(folder)
+    save_tokenizer(folder, "[CLS]", "[SEP]")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("any-base")
+    encoder(home / "base", 0)
+    encoder(home / "same", 1)
+    encoder(home / "deeper", 2, num_hidden_layers=4)
+    encoder(home / "wider", 3, hidden_size=48, intermediate_size=64)
+    torch.manual_seed(4)
+    modern = hf.ModernBertConfig(
+        vocab_size=_BERT["vocab_size"], hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48, pad_token_id=0, initializer_range=0.1,
+    )  # fmt: skip
+    hf.ModernBertModel(modern).save_pretrained(home / "modern")
+    save_tokenizer(home / "modern", "[CLS]", "[SEP]")
+    for split, count, seed in (("train", 60, 1), ("test", 40, 3)):
+        write_rows(home / "data", split, toy_texts(count, seed))
+    write_rows(home, "more", [{"text": row["text"]} for row in toy_texts(60, 9)])
+    bound = ZeroShot(LABELS).open(home / "base")
+    finetune(bound, toy_texts(60, 1), steps=40, batch_size=16, lr=3e-3)
+    hf.utils.logging.disable_progress_bar()
+    bound.model.save_pretrained(home / "tuned")
+    bound.save_extras(home / "tuned")
+    save_tokenizer(home / "tuned", "[CLS]", "[SEP]")
+    return home
+
+
+def asked(world: Path, target: str, out: Path, **options: Any) -> TransportConfig:
+    given = {"shots": 2, "task": "zero-shot", "check": False, "force": True, "device": "cpu", **options}
+    return TransportConfig(
+        base=str(world / "base"), tuned=str(world / "tuned"), target=str(world / target), data=str(world / "data"),
+        out=str(out), **given,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["best", "bico", "theseus", "bico_veto"])
+@pytest.mark.parametrize("target", ["same", "deeper", "wider", "modern"])
+def test_one_command_reaches_every_shape(world: Path, tmp_path: Path, target: str, method: str) -> None:
+    result = run_transport(asked(world, target, tmp_path / "out", method=method))
+    manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
+    assert len(manifest["details"]["correspondence"]["hash"]) == 64
+    assert ("another_shape" in manifest["details"]) == (target != "same")
+    model = hf.AutoModel.from_pretrained(tmp_path / "out")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert result.after is not None
+    if method == "best":
+        assert manifest["details"]["start"] in ("none", "plain", "coordinates")
+        assert "coordinates" in manifest["details"]["starts"]
+
+
+@pytest.mark.parametrize("method", ["naive", "gradfix", "transfusion"])
+def test_methods_that_add_weight_to_weight_refuse_by_name(world: Path, tmp_path: Path, method: str) -> None:
+    with pytest.raises(IncompatibleCheckpoints, match=rf"{method} adds .* 4 layers instead of 2 .*--method best"):
+        run_transport(asked(world, "deeper", tmp_path / "out", method=method))
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_layers_are_never_taken_in_silence(world: Path) -> None:
+    with pytest.raises(IncompatibleCheckpoints, match="4 layers instead of 2"):
+        Trio.open(world / "base", world / "tuned", world / "deeper")
+    assert "4 layers" in str(Trio.open(world / "base", world / "tuned", world / "deeper", across=True).apart)
+    assert Trio.open(world / "base", world / "tuned", world / "same", across=True).apart is None
+
+
+def test_compare_leaves_out_what_needs_matching_weights(world: Path) -> None:
+    results = compare(
+        base=world / "base", tuned=world / "tuned", target=world / "wider", data=world / "data", task="zero-shot",
+        methods=["naive", "few_shot", "bico", "best"], shots=[2], validation="none", finetune=False,
+    )  # fmt: skip
+    assert {row["method"] for row in results.rows} == {"zero_shot", "few_shot", "bico", "best"}
+    assert any("naive was left out" in note and "--method best" in note for note in results.notes)
+
+
+def test_inspect_says_what_answers_to_what(world: Path) -> None:
+    found = run_inspect(InspectConfig(checkpoints=tuple(str(world / n) for n in ("base", "tuned", "deeper"))))
+    assert "layers (target <- base): 0 <- 0, 1 <- 0, 2 <- 1, 3 <- 1" in found.correspondence["says"]
+    assert any("what answers to what" in title for title, _, _ in found.tables(False))
+    assert any("another shape" in note for note in found.notes)
+    assert json.dumps(found.as_json())
+
+
+def test_the_teacher_alone_needs_no_labels(world: Path, tmp_path: Path) -> None:
+    more = str(world / "more.jsonl")
+    result = run_transport(asked(world, "deeper", tmp_path / "out", method="best", shots=0, unlabelled=more))
+    assert result.loss_before is None
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    with pytest.raises(UsageError, match="--shots 0 is for --method best"):
+        run_transport(asked(world, "deeper", tmp_path / "two", method="best", shots=0))
+    with pytest.raises(UsageError, match="--shots 0 is for --method best"):
+        run_transport(asked(world, "deeper", tmp_path / "two", method="few_shot", shots=0))
+
+
+def test_an_adapter_comes_out_across_shapes(world: Path, tmp_path: Path) -> None:
+    run_transport(asked(world, "deeper", tmp_path / "out", method="best", out_lora=8))
+    assert (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_tiny_family_is_still_one_shape(tmp_path: Path) -> None:
+    for seed, name in enumerate(("base", "tuned", "target")):
+        save_tiny("llama", tmp_path / name, seed)
+    assert Trio.open(tmp_path / "base", tmp_path / "tuned", tmp_path / "target").apart is None
+
+
+def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
+    model = load(world / "base", "encoder")
+    train_adapter(model, tmp_path / "adapter")
+    config = asked(world, "wider", tmp_path / "out", method="best", tuned=str(tmp_path / "adapter"))
+    run_transport(config)
+    manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
+    assert "coordinates" in manifest["details"]["starts"]
