@@ -52,7 +52,7 @@ def pretrained(class_name: str, model_type: str, **options: Any) -> Any:
     return getattr(transformers, class_name)(config_of(model_type), **options)
 
 
-def classifier(model: Any, tokenizer_folder: Path, data: Path) -> None:
+def classifier(model: Any, tokenizer_folder: Path, data: Path, lr: float = 5e-3) -> None:
     from transformers import AutoTokenizer
 
     rows = read_rows(data, "train")
@@ -61,17 +61,17 @@ def classifier(model: Any, tokenizer_folder: Path, data: Path) -> None:
         model.config.pad_token_id = tokenizer.pad_token_id
     tokens = tokenised(tokenizer, rows)
     labels = class_numbers(rows, TEXT_LABELS)
-    fit(model, lambda: model(**tokens, labels=labels).loss)
+    fit(model, lambda: model(**tokens, labels=labels).loss, lr=lr)
 
 
-def tune_classifier(folder: Path, *, named: bool = True) -> Any:
+def tune_classifier(folder: Path, *, named: bool = True, lr: float = 5e-3) -> Any:
     """What every tutorial does: AutoModelForSequenceClassification on the base, some steps, save_pretrained."""
     from transformers import AutoModelForSequenceClassification
 
     seeded(1)
     names = class_names(TEXT_LABELS) if named else {"num_labels": len(TEXT_LABELS)}
     model = AutoModelForSequenceClassification.from_pretrained(folder / "base", **names)
-    classifier(model, folder / "base", folder / "data")
+    classifier(model, folder / "base", folder / "data", lr)
     model.save_pretrained(folder / "tuned")
     copy_files(folder / "base", folder / "tuned", "tokenizer*", "special_tokens*")
     return model

@@ -26,6 +26,10 @@ LOST = Refusal(
     "the adapter was trained beside a pooler that neither it nor the base holds: train with it in `modules_to_save`",
 )
 DORA = Refusal(r"DoRA.*[Mm]erge", "DoRA is more than base + B A: merge it in peft and give the merged model")
+TOKENS = Refusal(
+    r"trainable tokens.*[Mm]erge",
+    "trained token rows are more than base + B A: merge in peft and give the merged model",
+)
 ADAPTER = Refusal(
     r"adapter(?!.*--base).*(base|merge)",
     "an adapter is no model to train: give its base, or merge it first",
@@ -41,6 +45,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         for kind in ("dora-roberta", "dora-llama")
         for command in ("inspect", *NEEDS_MODEL)
     },
+    **{("lora-llama-token-rows", command): TOKENS for command in ("inspect", *NEEDS_MODEL)},
     ("single-file", "evaluate"): FILE,
     ("single-file", "finetune"): FILE,
 }

@@ -41,12 +41,23 @@ def base_model(class_name: str, model_type: str, labels: tuple[str, ...] = ()) -
     return getattr(transformers, class_name)(config)
 
 
+@torch.no_grad()
+def settle(model: Any, pixels: torch.Tensor) -> None:
+    """Running statistics as a trained model has them, none of them fresh."""
+    model.train()
+    for _ in range(30):
+        model(pixels)
+    model.eval()
+
+
 def pictures(folder: Path, class_name: str, model_type: str, labels: tuple[str, ...] = ()) -> None:
     """AutoModelForImageClassification on the base; a head of another size is replaced, as the tutorials do."""
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     write_images(folder / "data")
-    save_pair(folder, base_model(class_name, model_type, labels), processor)
+    model = base_model(class_name, model_type, labels)
+    settle(model, torch.rand(36, 3, IMAGE_SIZE, IMAGE_SIZE))
+    save_pair(folder, model, processor)
     seeded(1)
     model = AutoModelForImageClassification.from_pretrained(
         folder / "base", **class_names(IMAGE_LABELS), ignore_mismatched_sizes=True
@@ -56,7 +67,12 @@ def pictures(folder: Path, class_name: str, model_type: str, labels: tuple[str, 
         [row["image"] for row in rows], return_tensors="pt"
     )
     answers = class_numbers(rows, IMAGE_LABELS)
-    fit(model, lambda: model(pixel_values=pixels["pixel_values"], labels=answers).loss, steps=25)
+    fit(
+        model,
+        lambda: model(pixel_values=pixels["pixel_values"], labels=answers).loss,
+        steps=25,
+        lr=2e-3 if "resnet" in model_type else 5e-3,
+    )
     model.save_pretrained(folder / "tuned")
     processor(folder / "tuned")
 
@@ -87,6 +103,8 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
     seeded()
     model = timm.create_model(architecture, num_classes=len(labels), pretrained_cfg_overlay=overlay, **size)
 
+    settle(model, torch.rand(36, 3, IMAGE_SIZE, IMAGE_SIZE))
+
     def save(role: str, names: tuple[str, ...]) -> None:
         config = {"label_names": list(names)}
         save_for_hf(
@@ -107,7 +125,12 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
         torch.stack([transform(row["image"]) for row in rows]),
         class_numbers(rows, IMAGE_LABELS),
     )
-    fit(model, lambda: functional.cross_entropy(model(pixels), answers), steps=25)
+    fit(
+        model,
+        lambda: functional.cross_entropy(model(pixels), answers),
+        steps=25,
+        lr=2e-3 if "resnet" in architecture else 5e-3,
+    )
     save("tuned", IMAGE_LABELS)
 
 

@@ -159,14 +159,15 @@ def text_encoder(pooling: str = "mean", sentence_folder: bool = False, longest: 
         assert base is not None
         way, most = pooling, longest
         if sentence_folder:
+            home = base if is_adapter(folder) else folder  # an adapter is put on the sentence model it is for
             kinds = [
                 module["type"].rsplit(".", 1)[-1]
-                for module in json.loads((folder / "modules.json").read_text())
+                for module in json.loads((home / "modules.json").read_text())
             ]
             assert kinds[:2] == ["Transformer", "Pooling"]
-            config = json.loads((folder / "1_Pooling" / "config.json").read_text())
+            config = json.loads((home / "1_Pooling" / "config.json").read_text())
             way = "cls" if config["pooling_mode_cls_token"] else "mean"
-            most = json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"]
+            most = json.loads((home / "sentence_bert_config.json").read_text())["max_seq_length"]
         labels = json.loads((data / "task.json").read_text())["labels"]
         head = embed(loaded("AutoModel", base), tokenizer_of(base), list(labels.values()), way, most)
         rows = read_rows(data, "test")

@@ -23,7 +23,7 @@ DECODER: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": DECODER,
     "qwen2": {**DECODER, "tie_word_embeddings": True},
-    "gemma": {**DECODER, "head_dim": 8},
+    "gemma": {**DECODER, "head_dim": 8, "initializer_range": 0.2},
     "gpt2": {"vocab_size": len(VOCAB), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.1,
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 3, "eos_token_id": 3},
     "t5": {"vocab_size": len(VOCAB), "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
@@ -101,7 +101,7 @@ def speaker(folder: Path, model_type: str, chat: bool = False, dtype: torch.dtyp
     model = language_model(model_type).to(dtype)
     save_pair(folder, model, partial(save_tokenizer, prefix=PREFIX[model_type], chat=chat))
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    teach(model, folder)
+    teach(model, folder, lr=3e-3 if model_type in ("qwen2", "gemma") else 5e-3)
     finish(model.to(dtype), folder)
 
 
