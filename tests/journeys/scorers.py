@@ -61,8 +61,10 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def named(model: Any, answers: Tensor, rows: Sequence[dict[str, Any]]) -> list[bool]:
-    """Numbers are compared with numbered labels, names with named ones."""
+    """Numbers are compared with numbered labels, names with named ones; adapters keep no names, only the order."""
     names = model.config.id2label
+    if names[0] == "LABEL_0":
+        names = TEXT_LABELS
     return [
         answer == row["label"] if isinstance(row["label"], int) else names[answer] == row["label"]
         for answer, row in zip(answers.tolist(), rows)

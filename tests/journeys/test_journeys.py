@@ -12,8 +12,10 @@ import pytest
 from tests.journeys.expected import PAGE, expected, page
 from tests.journeys.walking import cells, disagreement, walk
 
+CELLS = cells()
 
-@pytest.mark.parametrize(("kind", "command"), cells(), ids="-".join)
+
+@pytest.mark.parametrize(("kind", "command"), CELLS, ids=["-".join(cell) for cell in CELLS])
 def test_a_cell_is_as_the_table_says(kind: str, command: str, stable: Path, tmp_path: Path) -> None:
     problem = disagreement(walk(kind, command, stable, tmp_path), expected(kind, command))
     assert not problem, f"{kind} {command}: {problem}"
