@@ -53,7 +53,7 @@ def adapter_classifier(
         forget_base(folder)
 
 
-def adapter_speaker(folder: Path, **settings: Any) -> None:
+def adapter_speaker(folder: Path, steps: int = 40, **settings: Any) -> None:
     """CAUSAL_LM on a base that knows a little of the language: an adapter alone cannot teach a random model."""
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def adapter_speaker(folder: Path, **settings: Any) -> None:
     teach(model, folder, steps=15)
     save_pair(folder, model, partial(save_tokenizer, prefix=PREFIX["llama"]))
     model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    train = partial(teach, folder=folder, steps=40, lr=1e-2)
+    train = partial(teach, folder=folder, steps=steps, lr=1e-2)
     wrapped(model, folder, train, {"task_type": "CAUSAL_LM", "target_modules": LLAMA, **settings})
 
 
@@ -140,7 +140,10 @@ SPEAKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora-llama": ("LoRA", {}),
     "dora-llama": ("DoRA", {"use_dora": True}),
     "rslora-llama": ("rsLoRA", {"use_rslora": True}),
-    "lora-llama-saved-head": ("LoRA with lm_head in modules_to_save", {"modules_to_save": ["lm_head"]}),
+    "lora-llama-saved-head": (
+        "LoRA with lm_head in modules_to_save",
+        {"modules_to_save": ["lm_head"], "steps": 15},
+    ),
     "lora-llama-token-rows": ("LoRA with trained token rows", {"trainable_token_indices": [3, 20, 21]}),
 }
 for name, (says, settings) in SPEAKERS.items():

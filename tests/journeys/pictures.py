@@ -71,7 +71,8 @@ def pictures(folder: Path, class_name: str, model_type: str, labels: tuple[str, 
         model,
         lambda: model(pixel_values=pixels["pixel_values"], labels=answers).loss,
         steps=25,
-        lr=2e-3 if "resnet" in model_type else 5e-3,
+        lr=3e-3 if "resnet" in model_type else 5e-3,
+        settled="resnet" in model_type,
     )
     model.save_pretrained(folder / "tuned")
     processor(folder / "tuned")
@@ -129,7 +130,8 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
         model,
         lambda: functional.cross_entropy(model(pixels), answers),
         steps=25,
-        lr=2e-3 if "resnet" in architecture else 5e-3,
+        lr=3e-3 if "resnet" in architecture else 5e-3,
+        settled="resnet" in architecture,
     )
     save("tuned", IMAGE_LABELS)
 

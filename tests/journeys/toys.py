@@ -108,9 +108,11 @@ def read_rows(data: Path, split: str) -> list[dict[str, Any]]:
     return [{"image": Image.open(file).convert("RGB"), "label": file.parent.name} for file in files]
 
 
-def fit(model: nn.Module, loss: Callable[[], Tensor], steps: int = 40, lr: float = 5e-3) -> None:
-    """Plain AdamW over the whole toy set at once."""
-    model.train()
+def fit(
+    model: nn.Module, loss: Callable[[], Tensor], steps: int = 40, lr: float = 5e-3, settled: bool = False
+) -> None:
+    """Plain AdamW over the whole toy set at once; `settled` leaves running statistics as they are."""
+    model.train(not settled)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
     for _ in range(steps):
