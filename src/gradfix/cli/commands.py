@@ -61,7 +61,7 @@ def _transport(config: configs.TransportConfig, out: Output) -> None:
         rows.append(("kept", f"{result.report.kept:.1%}"))
     rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
     if result.before and result.after:
-        rows.append(("test accuracy", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
+        rows.append((f"test {result.measure}", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
     out.notes(result.notes)
     out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
@@ -108,8 +108,9 @@ def _evaluate(config: configs.EvaluateConfig, out: Output) -> None:
     with out.stages() as stage:
         result = run_evaluate(config, stage)
     out.json(result)
-    out.say(f"{config.model}: accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
+    out.say(f"{config.model}: {result['measure']} {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
             f"{result['samples']} examples of {result['split']}")  # fmt: skip
+    out.notes(result["notes"])
 
 
 def _finetune(config: configs.FinetuneConfig, out: Output) -> None:

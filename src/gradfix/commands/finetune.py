@@ -44,11 +44,13 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             extras=bound.save_extras,
         )  # fmt: skip
         discard(state)
-    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": notes}
+    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": [*notes, *bound.notes]}
     test = start.dataset.splits.get("test")
     if test:
         result["test"] = evaluate(bound.model, bound, bound.scoring_batches(test, config.batch_size))
-        result["summary"] += f": test accuracy {result['test']['accuracy']:.2f} %"
+        result["measure"] = bound.measure
+        result["summary"] += f": test {bound.measure} {result['test']['accuracy']:.2f} %"
+    result["notes"] += bound.cuts()
     return result
 
 

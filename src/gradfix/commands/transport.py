@@ -63,6 +63,7 @@ class TransportResult:
     loss_after: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    measure: str = "accuracy"  # what the share of right answers is called
 
     def as_json(self) -> dict[str, Any]:
         content = {
@@ -72,6 +73,7 @@ class TransportResult:
             "regime": self.regime,
             "kept": self.report.kept if self.report else None,
             "curve": self.curve,
+            "measure": self.measure,
             "test_before": self.before,
             "test_after": self.after,
             "fewshot_loss_before": self.loss_before,
@@ -246,7 +248,7 @@ class _Transport:
         with dialled(self.bound.model, update) as dial:
             dial.turn(alpha)
             loss_after, after = loss(), self._test_score(trial)
-        self.notes += refuse_broken(loss_after, alpha, config.force)
+        self.notes += [*refuse_broken(loss_after, alpha, config.force), *self.bound.cuts()]
         chosen_by = outcome.chosen_by or trial.regime
         measured = {
             "labels_per_class": config.shots,
@@ -254,6 +256,7 @@ class _Transport:
             "chosen_by": chosen_by,
             "fewshot_loss_before": loss_before,
             "fewshot_loss_after": loss_after,
+            "measure": self.bound.measure,
             "test_before": before,
             "test_after": after,
         }
@@ -266,6 +269,7 @@ class _Transport:
         result = TransportResult(
             Path(config.out), alpha, outcome.margin, chosen_by, report, curve,
             before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
+            self.bound.measure,
         )  # fmt: skip
         if config.report and not config.dry_run:
             write_page(self.wanted, result, samples=len(self.shots.fewshot))
@@ -296,6 +300,8 @@ class _Transport:
         }  # fmt: skip
         # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
         streams = masked is not None and masked.align == "none" and not masked.noise
+        # Without votes a stream would move what is no part of the task as well.
+        streams = streams and not (outcome.votes is None and self.bound.unmoved())
         if masked is None or not streams or masked.sees in ("reference", "chance"):
             inputs = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
             moved = self.names.to_disk({n: t.cpu() for n, t in update.items()})
