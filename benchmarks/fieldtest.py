@@ -99,8 +99,8 @@ def run_part(args: argparse.Namespace) -> None:
 
 def finetune_part(args: argparse.Namespace, model: str, task: str) -> None:
     import gradfix.tasks  # noqa: F401
+    from gradfix.checkpoints.folder import save_like
     from gradfix.checkpoints.open import open_checkpoint
-    from gradfix.checkpoints.save import save_like
     from gradfix.data import load_data
     from gradfix.tasks.base import TASKS as KINDS
     from gradfix.training.finetuning import finetune

@@ -45,7 +45,7 @@ def write_model(folder: Path, layers: int, seed: int) -> None:
 
     from gradfix.checkpoints.folder import write_index
     from gradfix.checkpoints.safetensors_file import TensorInfo
-    from gradfix.checkpoints.write import SafetensorsWriter
+    from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 
     folder.mkdir()
     draw = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def write_votes(path: Path, layers: int) -> None:
     import torch
 
     from gradfix.checkpoints.safetensors_file import TensorInfo
-    from gradfix.checkpoints.write import SafetensorsWriter
+    from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 
     infos = {name: TensorInfo(shape, torch.int8) for name, shape in shapes(layers).items()}
     pool = torch.randint(-10, 11, (1 << 22,), generator=torch.Generator().manual_seed(4), dtype=torch.int8)

@@ -20,7 +20,7 @@ def rehearsal(name: str, dtype: Any) -> Any:
     import torch
 
     from benchmarks.vote_models import MODELS
-    from gradfix.commands.rehearsal import Rehearsal
+    from gradfix.commands.plan import Rehearsal
 
     with torch.device("meta"):
         model, loss, batch = MODELS[name](1)

@@ -40,7 +40,7 @@ def walked(name: str) -> tuple[Any, Any]:
     import torch
     from transformers import LlamaConfig
 
-    from gradfix.commands.rehearsal import Rehearsal
+    from gradfix.commands.plan import Rehearsal
     from gradfix.votes.needs import Shape
 
     sizes = SHAPES[name]
@@ -67,15 +67,15 @@ def main() -> None:
     heal_torchvision()
     import torch
 
-    from gradfix.votes.needs import EFFICIENCY, GIB, Pace, plan_vote
+    from gradfix.votes.needs import EFFICIENCY, GIB, Pace, VoteSetup
 
     rows = []
     for name, cluster, card, devices, mode in CLUSTERS:
         shape, walk = walked(name)
-        plan = plan_vote(
+        plan = VoteSetup(
             shape, SAMPLES, dtype=torch.bfloat16, batch=1, pace=Pace(NOMINAL[card] * SHARE / EFFICIENCY),
             engine="loop", walk=walk, devices=devices, mode=mode, recompute=mode != "one device",
-        )  # fmt: skip
+        ).plan()  # fmt: skip
         rows.append({"model": name, "cluster": cluster, **plan.as_json()})
         way = f"{mode} over {devices}" if mode == "sharded" else mode
         memory, traffic = f"{plan.memory / GIB:.0f} GiB", f"{plan.traffic / GIB:.0f} GiB"

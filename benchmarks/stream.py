@@ -35,7 +35,7 @@ def make_files(folder: Path, gib: float) -> None:
     from transformers import LlamaConfig
 
     from gradfix.checkpoints.safetensors_file import TensorInfo
-    from gradfix.checkpoints.write import SafetensorsWriter
+    from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 
     layers = max(1, round((gib * 2**29 - 2 * VOCABULARY * WIDTH) / LAYER))
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.collect import collect_votes
 from gradfix.votes.engines.loop import batch_size, loop, take
+from gradfix.votes.tally import Tally
 
 VMAP_BYTES = 40e9 if torch.cuda.is_available() else 2e9  # of per-sample gradients at a time
 

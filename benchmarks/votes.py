@@ -27,9 +27,9 @@ from torch import nn
 from benchmarks.vote_models import MODELS, TINY, Case
 from benchmarks.vote_schemes import SCHEMES, SLOW, backward_through_all
 from gradfix._compat import heal_torchvision
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.batched import recorded
 from gradfix.votes.engines.loop import take
+from gradfix.votes.tally import Tally
 
 FAILURES = (RuntimeError, ImportError, ValueError, AttributeError, NotImplementedError, TypeError)
 WARM_UP = 4  # passes before a recording is played

@@ -25,7 +25,7 @@ from mergekit.options import MergeOptions
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradfix.merging.bundles import Place
+from gradfix.merging.bundles import PiecePlace
 from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.merging.recipes import from_mergekit
 from gradfix.merging.rules import _uniform
@@ -70,7 +70,7 @@ class SameCoins:
 
     def __call__(self, tensor: torch.Tensor, density: float, rescale_norm: Any = None) -> torch.Tensor:
         vector, name = self.places[tensor.contiguous().numpy().tobytes()]
-        draw = _uniform(Place(name, tuple(tensor.shape), 0), vector, tensor.reshape(-1), SEED)
+        draw = _uniform(PiecePlace(name, tuple(tensor.shape), 0), vector, tensor.reshape(-1), SEED)
         mask = (draw < density).to(tensor.dtype).view_as(tensor)
         return mergekit.sparsify.rescaled_masked_tensor(tensor, mask, rescale_norm)
 

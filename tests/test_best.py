@@ -13,6 +13,7 @@ from torch import nn
 
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.comparison import compare
+from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound
 from gradfix.training.best import Best, best, remembered
 from gradfix.training.distil import (
@@ -27,7 +28,6 @@ from gradfix.training.distil import (
     unbiased_divergence,
 )
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.steps import restored
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained

@@ -98,9 +98,11 @@ def under_a_prefix(folder: Path, prefix: str) -> None:
 
 def test_a_dry_compare_refuses_what_the_comparison_would(here, capsys):
     command = ["compare", *TRIO, "--task", "zero-shot", "--dry-run", "--shots", "2"]
-    code, said = refusal([*command, "--data", "reviews/train.jsonl"], capsys)
+    Path("no-train").mkdir()
+    shutil.copy("reviews/test.jsonl", "no-train/test.jsonl")
+    code, said = refusal([*command, "--data", "no-train"], capsys)
     assert code == 5
-    assert "has no test split" in said
+    assert "has no train split" in said
     shutil.copy("reviews/test.jsonl", "more.jsonl")
     code, said = refusal([*command, "--data", "reviews", "--unlabelled", "more.jsonl"], capsys)
     assert code == 5

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
+from gradfix.system.modules import restored
 from gradfix.tasks import TASKS, Bound
 from gradfix.tasks.scoring import evaluate
 from gradfix.training import finetuning
 from gradfix.training.finetuning import Recipe, finetune, tune
-from gradfix.training.steps import SCHEDULES, change, restored
+from gradfix.training.steps import SCHEDULES, change
 from tiny import TEXT_LABELS, save_tiny, toy_texts
 
 ROWS = toy_texts(24)

@@ -111,7 +111,13 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("merging.bundles", "differences", "updates", "pipeline", "transported"):
+    for module in (
+        "merging.bundles",
+        "merging.differences",
+        "stream.updates",
+        "stream.pipeline",
+        "vectors.transported",
+    ):
         monkeypatch.setattr(f"gradfix.{module}.CHUNK", 100)
 
 
@@ -229,7 +235,13 @@ def test_a_lora_folder_is_a_fine_tune(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("merging.bundles", "differences", "updates", "pipeline", "transported"):
+    for module in (
+        "merging.bundles",
+        "merging.differences",
+        "stream.updates",
+        "stream.pipeline",
+        "vectors.transported",
+    ):
         monkeypatch.setattr(f"gradfix.{module}.CHUNK", 1 << 14)
     base = {"w": torch.randn(1 << 21, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
     save(tmp_path / "base", base)

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, models
 
 import gradfix
 from gradfix.checkpoints import safetensors_file
+from gradfix.checkpoints.matched import match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.prefix import match_prefix
-from gradfix.checkpoints.vocabulary import match_vocabulary
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
 from gradfix.merging.folders import Vector, merge_checkpoints
 from trio import read_folder

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import gradfix
-from gradfix.checkpoints.folder import is_target, target_fingerprint
-from gradfix.checkpoints.hashes import ContentHash, FileHash, OrderedHash, hash_file, holds
-from gradfix.checkpoints.input_hashes import InputHashes
-from gradfix.checkpoints.open import Part, open_checkpoint
-from gradfix.checkpoints.prefix import Renamed
+from gradfix.checkpoints.hashes import ContentHash, FileHash, InputHashes, OrderedHash, hash_file, holds
+from gradfix.checkpoints.identity import is_target, target_fingerprint
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.weights import Renamed
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.vectors.signvotes import SignVotes
@@ -101,7 +100,7 @@ def test_parts_from_several_threads_are_hashed_in_the_file_s_order(
 def test_every_view_of_a_file_is_hashed_while_it_is_read(roles, monkeypatch) -> None:
     whole = open_checkpoint(roles["base"])
     names = whole.names()
-    for view in (whole, Part(whole, names), Renamed(whole, {f"x.{n}": n for n in names})):
+    for view in (whole, Renamed(whole, {n: n for n in names}), Renamed(whole, {f"x.{n}": n for n in names})):
         hashes = InputHashes([view])
         pieces = {name: list(hashes.chunks(view, name, 17)) for name in view.names()}
         assert all(torch.equal(torch.cat(p), view.read(n).reshape(-1)) for n, p in pieces.items())

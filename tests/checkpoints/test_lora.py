@@ -160,7 +160,7 @@ def test_an_adapter_over_a_headless_model_finds_its_layers(
 
 
 def test_a_new_head_is_an_extra_tensor(bases: Callable[[str], Path], tmp_path: Path) -> None:
-    from gradfix.checkpoints.trio import plan_transport
+    from gradfix.checkpoints.trio import Trio
 
     model = load(bases("bert"), "SequenceClassification")
     train_adapter(model, tmp_path / "lora", target_modules=["query"], task_type="SEQ_CLS")
@@ -168,8 +168,8 @@ def test_a_new_head_is_an_extra_tensor(bases: Callable[[str], Path], tmp_path: P
     seen = open_checkpoint(tmp_path / "lora", base=base)
     assert set(seen.names()) - set(base.names()) == {"classifier.weight", "classifier.bias"}
     with pytest.raises(IncompatibleCheckpoints, match="--head copy"):
-        plan_transport(base, seen, base)
-    assert set(plan_transport(base, seen, base, head="copy").extra) == {
+        Trio.open(base, seen, base)
+    assert set(Trio.open(base, seen, base, head="copy").heads) == {
         "classifier.weight",
         "classifier.bias",
     }
@@ -348,7 +348,7 @@ def test_a_name_that_fits_two_layers_is_an_error(tmp_path: Path, adapter: Path) 
         lambda t: t.update({k.replace("model.model.model.", "model.model."): t.pop(k) for k in list(t)}),
     )
     with pytest.raises(IncompatibleCheckpoints, match=r"could be 'a\.layers.* or 'b\.layers"):
-        open_adapter(adapter, open_checkpoint(weights))
+        open_adapter(adapter, open_checkpoint(weights), open_checkpoint)
 
 
 def test_tied_heads_have_no_tensor_of_their_own(tmp_path: Path) -> None:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adapters import load, train_adapter
-from gradfix.checkpoints.lora_out import (
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.write import verify
+from gradfix.errors import IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
+from gradfix.stream.lora_out import (
+    LEAST_ENERGY,
+    LoraResult,
+    adapter_for,
     check_lora,
     layer_kinds,
     lora_from_update,
     save_lora,
     truncated,
-    write_lora,
 )
-from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.write import verify
-from gradfix.errors import IncompatibleCheckpoints, OutputError, UnsafeResult, UsageError
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tiny import TEXT_LABELS, _llama_shape, save_tiny, toy_texts, write_rows
@@ -47,6 +50,28 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / family
 
     return get
+
+
+def write_lora(
+    update: Mapping[str, Tensor],
+    rank: int,
+    *,
+    model: nn.Module,
+    target: Path,
+    out: Path,
+    alpha: float = 1.0,
+    keep_small: bool = False,
+    losses: Callable[[TaskVector], tuple[float, float]] | None = None,
+    least_energy: float = LEAST_ENERGY,
+    force: bool = False,
+    **options: Any,
+) -> tuple[LoraResult, list[str]]:
+    """Factor, check and save `alpha * update`; `losses(approximated)` are those before and after."""
+    result = adapter_for(update, rank, model=model, target=target, keep_small=keep_small).scaled(alpha)
+    before, after = losses(result.approximated) if losses is not None else (None, None)
+    notes = check_lora(result, loss_before=before, loss_after=after, least_energy=least_energy, force=force)
+    save_lora(result, out, model=model, target=target, notes=notes, **options)
+    return result, notes
 
 
 def random_update(model: nn.Module, seed: int = 0, scale: float = 0.02) -> TaskVector:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradfix.checkpoints.names import Part, name_map, votes_to_disk
+from gradfix.checkpoints.names import Window, name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.errors import IncompatibleCheckpoints
-from gradfix.vectors.signvotes import SignVotes
+from gradfix.vectors.signvotes import SignVotes, votes_to_disk
 from tiny import _BERT, VOCAB, _llama_shape, save_tiny
 
 LOADERS = {
@@ -73,7 +73,7 @@ def test_nothing_is_fused_where_nothing_is_split(folders: dict[str, Path], famil
 def test_experts_are_described_without_coordinates(folders: dict[str, Path]) -> None:
     names = name_map(load(folders["mixtral"], "AutoModelForCausalLM"))
     assert names.fused
-    assert all(isinstance(place, Part) for place in names.fused.values())
+    assert all(isinstance(place, Window) for place in names.fused.values())
 
 
 def test_a_fused_file_of_split_weights_round_trips(tmp_path: Path) -> None:

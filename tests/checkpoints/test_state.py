@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradfix.checkpoints.state import State, save_state
+from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.errors import CorruptInput
 
 TENSORS = {

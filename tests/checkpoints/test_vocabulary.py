@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from adapters import load, train_adapter
+from gradfix.checkpoints.matched import MatchedRows, match_rows, match_vocabulary, read_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.vocabulary import MatchedRows, match_rows, match_vocabulary, read_vocabulary
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 from gradfix.stream.checkpoint import transport_checkpoint
 from gradfix.vectors.signvotes import SignVotes

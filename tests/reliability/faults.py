@@ -176,7 +176,7 @@ def _(world: World) -> list[str]:
 
 @fault("mask that keeps nothing", 6, r"the mask keeps 0.00% of the task vector.* --mask veto may help")
 def _(world: World) -> list[str]:
-    from gradfix.checkpoints.folder import target_fingerprint
+    from gradfix.checkpoints.identity import target_fingerprint
     from gradfix.checkpoints.open import open_checkpoint
     from gradfix.vectors.signvotes import SignVotes
     from gradfix.vectors.taskvector import TaskVector

@@ -13,7 +13,7 @@ import pytest
 import gradfix
 import gradfix.stream.pipeline
 from gradfix.checkpoints import write
-from gradfix.checkpoints.journal import JOURNAL, Journal
+from gradfix.checkpoints.interrupted import JOURNAL, Journal
 from gradfix.errors import OutputError
 from tests.scale.interrupting import stop_after
 from tests.torture.crashes import relative, three

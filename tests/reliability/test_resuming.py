@@ -123,7 +123,7 @@ def test_a_resumed_vote_keeps_engine_samples_and_notes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last batch holds one sample: chosen anew there, the engine would be another one."""
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(301, 3)
@@ -149,7 +149,7 @@ def test_a_resumed_vote_keeps_engine_samples_and_notes(
 
 
 def test_a_frozen_weight_is_part_of_a_votes_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     model = nn.Sequential(nn.Linear(2, 100), nn.Linear(100, 1))
     model[1].requires_grad_(False)
     batches = [torch.ones(2, 2), torch.zeros(2, 2) + 0.5]
@@ -191,7 +191,7 @@ def test_compare_keeps_units_of_other_task_settings_apart(world: World) -> None:
 
 def test_a_resumed_mean_vote_asks_no_sample_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of reals depend on their order: the saved sums go on in the same one, to the same bits."""
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     batches = [torch.randn(2, 3) * 10**i for i in range(5)]
@@ -220,7 +220,7 @@ def test_a_resumed_mean_vote_asks_no_sample_twice(tmp_path: Path, monkeypatch: p
 
 
 def test_the_command_goes_on_with_a_mean_vote(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     out, whole = world.home / "votes.safetensors", world.home / "whole.safetensors"
     options = {"vote": "mean", "batch_size": 1, "engine": "loop"}
     assert say(world.arguments("vote", out=whole, **options)).code == 0
@@ -247,7 +247,7 @@ def _interrupting(function: Callable[..., Any], after: int) -> Callable[..., Any
 
 def test_another_engine_does_not_go_on_with_a_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines round differently: half a vote by one and half by the other is the vote of neither."""
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     model, batches = nn.Linear(3, 2), [torch.randn(2, 3) for _ in range(3)]
 
     def loss(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    for module in ("merging.bundles", "differences", "updates", "pipeline", "transported"):
+    for module in (
+        "merging.bundles",
+        "merging.differences",
+        "stream.updates",
+        "stream.pipeline",
+        "vectors.transported",
+    ):
         monkeypatch.setattr(f"gradfix.{module}.CHUNK", 100)
     draw = torch.Generator().manual_seed(0)
 

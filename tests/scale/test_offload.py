@@ -15,9 +15,8 @@ from gradfix.commands.configs import VoteConfig
 from gradfix.commands.vote import run_vote
 from gradfix.errors import CorruptInput, UnsafeResult, UsageError
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.votes.collect import collect_votes
-from gradfix.votes.distributed.offload import collect_offloaded
-from gradfix.votes.distributed.placing import canonical_names, load_offloaded
+from gradfix.votes.collect import collect, collect_votes
+from gradfix.votes.distributed.offload import OnDisk, canonical_names, load_offloaded
 from tiny import IMAGE_LABELS, TEXT_LABELS, save_tiny, toy_images, toy_texts, write_rows
 
 heal_torchvision()
@@ -51,7 +50,7 @@ def test_disk_and_memory_agree_exactly(tmp_path, tied):
     model = dispatch_model(model, everything, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     assert model.model.layers[1].mlp.up_proj.weight.device.type == "meta"
     for _ in range(2):  # the hooks are gone after a vote, and it can be taken again
-        votes = collect_offloaded(model, _loss, BATCHES, names)
+        votes = collect(OnDisk(model, _loss, BATCHES, names))
         assert set(votes) == set(expected) and votes.count == 3
         assert all(torch.equal(votes[name], expected[name]) for name in expected)
     plain = collect_votes(_llama(tied), _loss, BATCHES, engine="loop")
@@ -64,13 +63,16 @@ def test_a_model_that_no_gradient_reaches_is_refused(tmp_path):
     places = {"model": "cpu", "lm_head": "disk"}
     model = dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
     with pytest.raises(UnsafeResult, match="folded 0 times for one sample instead of 1"):
-        collect_offloaded(
-            model, lambda m, b: m.model(input_ids=b["tokens"]).last_hidden_state.sum((1, 2)), BATCHES, names
+        collect(
+            OnDisk(
+                model,
+                lambda m, b: m.model(input_ids=b["tokens"]).last_hidden_state.sum((1, 2)),
+                BATCHES,
+                names,
+            )
         )
     with pytest.raises(UnsafeResult, match="no weight was folded"):
-        collect_offloaded(
-            model, lambda m, b: torch.ones(len(b["tokens"]), requires_grad=True), BATCHES, names
-        )
+        collect(OnDisk(model, lambda m, b: torch.ones(len(b["tokens"]), requires_grad=True), BATCHES, names))
 
 
 def _next_token(model, batch):
@@ -151,12 +153,12 @@ def test_disk_and_memory_agree_for_every_kind_of_layer(name, tmp_path):
     written = {path.name.removesuffix(".dat") for path in (tmp_path / "off").iterdir()}
     assert written == {n for place in found.names.fused.values() for n in place.sources}
     expected = collect_votes(whole, loss, [batch], engine="loop")
-    votes = collect_offloaded(found.model, loss, [batch], found.ties)
+    votes = collect(OnDisk(found.model, loss, [batch], found.ties))
     assert set(votes) == set(expected) == set(canonical_names(whole).values())
     # a key bias has no gradient but rounding
     assert all(torch.equal(votes[n], expected[n]) for n in expected if "key.bias" not in n)
     one = {n: t[:1] for n, t in batch.items()}  # one sample, twice: nothing of a vote is left behind
-    again = [collect_offloaded(found.model, loss, [one], found.ties) for _ in range(2)]
+    again = [collect(OnDisk(found.model, loss, [one], found.ties)) for _ in range(2)]
     assert all(torch.equal(again[0][n], again[1][n]) for n in expected)
 
 
@@ -177,7 +179,7 @@ def test_pickled_weights_are_written_to_the_folder(tmp_path):
     found = load_offloaded(make, open_checkpoint(folder), tmp_path / "off", {"cpu": 110_000})
     assert len(list((tmp_path / "off").iterdir())) == len(weights) - 1
     expected = collect_votes(whole, _next_token, [TOKENS], engine="loop")
-    votes = collect_offloaded(found.model, _next_token, [TOKENS], found.ties)
+    votes = collect(OnDisk(found.model, _next_token, [TOKENS], found.ties))
     assert all(torch.equal(votes[n], expected[n]) for n in expected)
 
 
@@ -230,7 +232,7 @@ def test_an_interrupted_vote_goes_on(tmp_path, monkeypatch):
     asked = {"target": str(tmp_path / "target"), "data": str(tmp_path / "data"), "task": "causal", "shots": 6,
              "batch_size": 4, "offload": str(tmp_path / "off"), "max_memory": "60KB"}  # fmt: skip
     whole = run_vote(VoteConfig(**asked, out=str(tmp_path / "whole.safetensors"))).votes
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
+    monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
     done: list[int] = []
 
     def dying(amount: int) -> None:

@@ -19,7 +19,9 @@ from gradfix.errors import GradfixError
 from gradfix.system.processes import Group, LostProcess, in_processes, joined, report, together
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes import resume
-from gradfix.votes.distributed.parallel import Batches, collect_in_parallel, share_of
+from gradfix.votes.collect import collect
+from gradfix.votes.distributed.parallel import InParallel, share_of
+from gradfix.votes.engines.loop import Batches
 from tiny import save_tiny, toy_texts, write_rows
 
 
@@ -101,7 +103,7 @@ def _one_bad_sample(group: Group, data: torch.Tensor) -> None:
     def loss(model, x):
         return model(x) * torch.where(x[:, 0] == data[4, 0], float("nan"), 1.0)
 
-    collect_in_parallel(group, _Net(), loss, Batches(lambda rows: data[list(rows)], range(5), 2), "loop")
+    collect(InParallel(group, _Net(), loss, Batches(lambda rows: data[list(rows)], range(5), 2), "loop"))
 
 
 def _one_bad_rank(group: Group) -> None:
@@ -114,27 +116,26 @@ def _with_one_bad_sample(group: Group, folder: str) -> list[tuple[int, tuple[str
     """The votes undisturbed, and once more after both processes were interrupted behind their third batch."""
     data = torch.randn(300, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     data[7] = float("nan")
-    batches = Batches(lambda rows: data[list(rows)], range(300), 30)
     where = [f"train.jsonl:{number + 1}" for number in range(300)]
-    resume.resumable.__defaults__ = (0.0,)
+    batches = Batches(lambda rows: data[list(rows)], range(300), 30, where)
+    resume.SAVE_EVERY_SECONDS = 0.0
     taken = iter(range(100))
 
     def dying(amount: int) -> None:
         if next(taken) == 2:
             raise KeyboardInterrupt
 
-    def vote(**options: object) -> tuple[int, tuple[str, ...], list[float]]:
-        votes = collect_in_parallel(
-            group, _Net(), lambda m, x: m(x), batches, "loop", where=where, **options
-        )  # fmt: skip
+    def vote(part: Path | None = None, progress=None) -> tuple[int, tuple[str, ...], list[float]]:
+        partial = None if part is None else resume.PartialVote(part)
+        votes = collect(InParallel(group, _Net(), lambda m, x: m(x), batches, "loop"), partial, "", progress)
         return votes.count, votes.notes, votes["weight"].tolist()
 
     part = Path(folder) / f"{group.rank}.part"
     with contextlib.suppress(KeyboardInterrupt):
-        vote(checkpoint=part, progress=dying)
+        vote(part, dying)
     assert part.is_file()
     again: list[int] = []
-    found = [vote(), vote(checkpoint=part, progress=again.append)]
+    found = [vote(), vote(part, again.append)]
     assert sum(again) == 150 - 2 * 30  # of each process's half, two batches were on disk
     return found
 
@@ -146,10 +147,11 @@ def _many_checks(folder: str) -> dict[str, object]:
         found: dict[str, object] = {}
         for engine in ("loop", "batched", "auto"):
             batches = Batches(lambda rows: data[list(rows)], range(5), 2)
-            votes = collect_in_parallel(group, _Net(), lambda m, x: m(x), batches, engine, progress=report)
+            asked = InParallel(group, _Net(), lambda m, x: m(x), batches, engine)
+            votes = collect(asked, progress=report)
             found[engine] = (votes.count, votes["weight"].tolist())
         few = Batches(lambda rows: data[list(rows)], range(1), 2)  # fewer samples than processes
-        found["few"] = collect_in_parallel(group, _Net(), lambda m, x: m(x), few, "loop")["weight"].tolist()
+        found["few"] = collect(InParallel(group, _Net(), lambda m, x: m(x), few, "loop"))["weight"].tolist()
         found["data"] = _told(_one_bad_sample, group, data)
         found["one rank"] = _told(_one_bad_rank, group)
         found["resumed"] = _with_one_bad_sample(group, folder)

@@ -12,12 +12,11 @@ from torch import nn
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.cli import run
 from gradfix.commands.configs import PlanConfig
-from gradfix.commands.plan import run_plan
-from gradfix.commands.rehearsal import Allocations, Rehearsal
-from gradfix.vectors.signvotes import Tally
+from gradfix.commands.plan import Allocations, Rehearsal, run_plan
 from gradfix.votes.batched.forms import BLOCK_BYTES
 from gradfix.votes.collect import ENGINES, voting_parameters
-from gradfix.votes.needs import Pace, Shape, choose_mode, plan_vote, shape_of
+from gradfix.votes.needs import Pace, Shape, VoteSetup, choose_mode, shape_of
+from gradfix.votes.tally import Tally
 from tiny import save_tiny
 
 EIGHT_B = Shape(8_030_261_248, 525_336_576, 16_060_522_496, 32, 4096, 14336, 128_256, 512)
@@ -35,16 +34,16 @@ def test_the_shape_is_read_off_without_weights(tmp_path, monkeypatch):
 
 
 def test_more_samples_cost_time_and_from_128_on_memory():
-    few, many = (plan_vote(EIGHT_B, count, **COMMON) for count in (100, 1000))
+    few, many = (VoteSetup(EIGHT_B, count, **COMMON).plan() for count in (100, 1000))
     assert many.flops == 10 * few.flops and many.seconds > few.seconds
     assert many.memory - few.memory >= EIGHT_B.parameters
-    assert plan_vote(EIGHT_B, 127, **COMMON).memory == few.memory
+    assert VoteSetup(EIGHT_B, 127, **COMMON).plan().memory == few.memory
 
 
 def test_sharding_divides_the_weights_and_offload_does_without_them():
-    one = plan_vote(EIGHT_B, 100, **COMMON)
-    eight = plan_vote(EIGHT_B, 100, **COMMON, devices=8, mode="sharded", recompute=True)
-    disk = plan_vote(EIGHT_B, 100, **COMMON, mode="offload", recompute=True)
+    one = VoteSetup(EIGHT_B, 100, **COMMON).plan()
+    eight = VoteSetup(EIGHT_B, 100, **COMMON, devices=8, mode="sharded", recompute=True).plan()
+    disk = VoteSetup(EIGHT_B, 100, **COMMON, mode="offload", recompute=True).plan()
     assert one.memory > 3 * EIGHT_B.parameters > eight.memory
     assert eight.traffic > 0 and disk.traffic > one.traffic
     assert choose_mode([one, eight], 80 * 2**30) is one

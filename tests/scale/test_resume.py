@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import gradfix
-from gradfix.checkpoints.journal import JOURNAL
+from gradfix.checkpoints.interrupted import JOURNAL
 from gradfix.system.meter import Meter
 from gradfix.vectors.signvotes import SignVotes
 from tests.adapters import load, train_adapter

@@ -20,11 +20,10 @@ from gradfix.cli import run
 from gradfix.errors import GradfixError
 from gradfix.system.processes import Group, in_processes, joined
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.votes.collect import collect_votes
-from gradfix.votes.distributed.build import build_sharded
-from gradfix.votes.distributed.parallel import Batches
-from gradfix.votes.distributed.saving import save_sharded
-from gradfix.votes.distributed.sharded import blocks, collect_sharded, mesh_of, shard
+from gradfix.votes.collect import collect, collect_votes
+from gradfix.votes.distributed.build import blocks, build_sharded, mesh_of, shard
+from gradfix.votes.distributed.sharded import InShards, save_sharded
+from gradfix.votes.engines.loop import Batches
 from tiny import save_tiny, toy_texts, write_rows
 
 SAMPLES = 7  # not divisible by 2 or 4
@@ -91,10 +90,10 @@ def _check(group: Group, home: Path, name: str, replicas: int = 1, **options: An
     built = build_sharded(lambda: _make(family, folder), checkpoint, mesh, "cpu", **options)
     held = sum(p.to_local().numel() for p in built.model.parameters())
     whole = sum(p.numel() for p in built.model.parameters())
-    votes = collect_sharded(group, built.model, built.signs, loss, _batches(family))
+    votes = collect(InShards(group, built.model, built.signs, loss, _batches(family)))
     label = "-".join([name, str(group.size), str(replicas), *options])
     for out in (home / f"{label}.safetensors", home / label):
-        save_sharded(group, votes, built.model, built.names, checkpoint, out, target_hash="x")
+        save_sharded(group, votes, built, checkpoint, out, target_hash="x")
     del built
     gc.collect()
     if not group.leads:
@@ -140,7 +139,7 @@ def _guards(group: Group) -> dict[str, str]:
             signs = shard(model, mesh or mesh_of(group, "cpu"))
             if spoil is not None:
                 spoil(model)
-            collect_sharded(group, model, signs, lambda m, x: m(x), batches)
+            collect(InShards(group, model, signs, lambda m, x: m(x), batches))
             found[name] = "nothing"
         except (GradfixError, SystemExit) as error:
             found[name] = str(error)

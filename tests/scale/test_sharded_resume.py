@@ -13,13 +13,13 @@ from torch import nn
 
 from gradfix.cli import run
 from gradfix.commands.configs import VoteConfig
-from gradfix.commands.vote_processes import vote_as_rank
+from gradfix.commands.vote import vote_as_rank
 from gradfix.errors import CorruptInput
 from gradfix.system.processes import Group, LostProcess, in_processes
-from gradfix.vectors.signvotes import SignVotes, Tally
-from gradfix.votes import resume, slots
-from gradfix.votes.distributed.slots import Slots
-from gradfix.votes.resume import resumable
+from gradfix.vectors.signvotes import SignVotes
+from gradfix.votes import resume
+from gradfix.votes.resume import PartialVoteInStep, VoteStep
+from gradfix.votes.tally import Tally
 from tiny import save_tiny, toy_texts, write_rows
 
 SAMPLES, PROCESSES = 10, 2
@@ -28,8 +28,8 @@ SAMPLES, PROCESSES = 10, 2
 def _vote(job: tuple[dict[str, Any], int]) -> None:
     """One process of a vote that saves after every step; rank 1 is killed in the middle of save number `job[1]`."""
     options, deadly = job
-    slots.SAVE_EVERY_SECONDS = 0.0
-    save, made = resume.save_partial, []
+    resume.SAVE_EVERY_SECONDS = 0.0
+    save, made = resume.save_state, []
 
     def dying(*arguments: Any) -> None:
         made.append(1)
@@ -37,7 +37,7 @@ def _vote(job: tuple[dict[str, Any], int]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         save(*arguments)
 
-    resume.save_partial = dying
+    resume.save_state = dying
     vote_as_rank(VoteConfig(**options))
 
 
@@ -82,7 +82,9 @@ def _counted(folder: Path, key: str = "", most: int = 9, others: tuple[int, ...]
     group = _Among(0, 2, 0)
     object.__setattr__(group, "others", others)
     tally, taken = _tally(), []
-    for step in resumable(Slots(group, [folder / "a", folder / "b"], 0.0), tally, range(1, 6), key=key):
+    partial = PartialVoteInStep(group, [folder / "a", folder / "b"], 0.0)
+    steps = [VoteStep(number, number) for number in range(1, 6)]
+    for step, _ in partial.remaining(tally, steps, key, []):
         if len(taken) == most:
             break
         tally.reserve(1)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.save import save_like
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UsageError
 from gradfix.tasks import TASKS
 from gradfix.tasks.scoring import evaluate

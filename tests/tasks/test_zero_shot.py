@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.save import save_like
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 from gradfix.tasks import TASKS
 from gradfix.tasks.scoring import evaluate

@@ -36,10 +36,10 @@ def hasten() -> None:
     """For the rest of this process: save at every chance, search little, one thread, and a clock that stands still."""
     import gradfix.training.finetuning
     from gradfix.methods import comparison, trial
-    from gradfix.votes.resume import resumable
+    from gradfix.votes import resume
 
     torch.set_num_threads(1)
-    resumable.__defaults__ = (0.0,)
+    resume.SAVE_EVERY_SECONDS = 0.0
     gradfix.training.finetuning.SAVE_EVERY_SECONDS, gradfix.training.finetuning.SAVE_SHARE = 0.0, float("inf")
     comparison.Search = lambda: SMALL  # type: ignore[assignment, misc]
     for module in (trial, comparison):

@@ -140,7 +140,6 @@ def test_unknown_vote_and_engine_list_the_choices():
 
 def test_an_interrupted_vote_resumes_to_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
-    monkeypatch.setattr("gradfix.votes.resume.resumable.__defaults__", (0.0,))
     subject = case("mlp")
     batches = [subject.batch(2, seed=i) for i in range(5)]
     whole = gradfix.collect_votes(subject.model, subject.loss, batches)

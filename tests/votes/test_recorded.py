@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.engines.loop import NotFinite, loop, take
+from gradfix.votes.tally import Tally
 from votes.vote_cases import SAMPLES, image_loss, make_case, meaningful
 
 PLAYED_BEFORE = 2  # the second batch again, for its votes and for the time it takes

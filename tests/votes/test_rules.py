@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.batched.engine import batched
-from gradfix.votes.batched.forms import Dense, Product, Rows, Sum, Tied, combine, densify
+from gradfix.votes.batched.forms import Dense, Product, Sum, TableRows, Tied, combine, densify
 from gradfix.votes.batched.layers import RULES
-from gradfix.votes.batched.rows import Layout, candidates, explain
+from gradfix.votes.batched.sample_rows import SampleLayout, candidates, explain
 from gradfix.votes.engines.loop import loop
+from gradfix.votes.tally import Tally
 
 Sizes = dict[str, int]
 
@@ -167,7 +167,7 @@ def test_forms_fold_the_signs_of_their_gradients(
     index, values = torch.randint(0, rows, (samples, tokens)), torch.randn(samples, tokens, columns).double()
     forms = [
         Product(left, right),
-        Rows(index, values, rows),
+        TableRows(index, values, rows),
         Dense(torch.randn(samples, rows, columns).double()),
     ]
     shape = torch.Size((rows, columns))
@@ -197,7 +197,7 @@ def test_layouts_are_found_from_what_one_sample_reaches(shape: tuple[int, ...], 
 def test_mixed_samples_have_no_layout() -> None:
     everywhere = torch.ones(3, 4, dtype=torch.bool)
     assert explain(candidates((3, 4), 3), 3, [([1], everywhere), ([2], everywhere)]) is None
-    assert explain([Layout(0, 1)], 3, [([1], ~everywhere)]) == Layout(0, 1)
+    assert explain([SampleLayout(0, 1)], 3, [([1], ~everywhere)]) == SampleLayout(0, 1)
 
 
 @pytest.mark.parametrize(("block_bytes", "block_samples"), [(1, 3), (4096, 4), (2**20, 16)])

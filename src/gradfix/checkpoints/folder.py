@@ -1,66 +1,33 @@
-"""The parts of a checkpoint folder around its tensors: identity, shard layout, index, side files."""
+"""The parts of a checkpoint folder around its tensors (shard layout, index, side files), and new weights in its shape."""
 
 from __future__ import annotations
 
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gradfix._version import __version__
-from gradfix.checkpoints.hashes import hash_file, hexadecimal
-from gradfix.checkpoints.open import Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.safetensors_file import TensorInfo
-from gradfix.checkpoints.trio import Plan
+from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
+from gradfix.checkpoints.weights import Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.write import refuse_inside, staged_folder, write_manifest
+from gradfix.errors import UnsafeResult
 
-BY_FILES, BY_SHA256 = "blake3:", "files:"  # how a fingerprint of files begins, now and in older votes
 SHARD_BYTES = 5 * 2**30
 MODULE_BYTES = 2**28  # a dense layer behind an encoder is far smaller, another model far larger
 NOT_COPIED = (
-    ".index.json",
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".pkl",
-    ".pickle",
-    ".joblib",
-    ".py",
-)
-
-
-def target_fingerprint(target: Checkpoint, files: Mapping[str, str] | None = None) -> str:
-    """The identity votes are tied to: file hashes for checkpoints on disk, content for those in memory."""
-    if not target.files:
-        return target.fingerprint()
-    return _of_files(BY_FILES, files or {path.name: hash_file(path) for path in target.files})
-
-
-def is_target(recorded: str, target: Checkpoint, files: Mapping[str, str] | None = None) -> bool:
-    """Was this fingerprint taken of these weights? Those of older votes are sha256 and cost one reading."""
-    if recorded.startswith(BY_SHA256):
-        older = {path.name: hash_file(path, "sha256") for path in target.files}
-        return bool(older) and recorded == _of_files(BY_SHA256, older)
-    return recorded == target_fingerprint(target, files)
-
-
-def comparable(fingerprints: Iterable[str]) -> bool:
-    """Do these fingerprints differ only if the weights do? Those of files in two algorithms tell nothing."""
-    kinds = {next((kind for kind in (BY_FILES, BY_SHA256) if f.startswith(kind)), "") for f in fingerprints}
-    return not kinds >= {BY_FILES, BY_SHA256}
-
-
-def _of_files(kind: str, hashes: Mapping[str, str]) -> str:
-    return kind + "+".join(hexadecimal(hashes[name])[:32] for name in sorted(hashes))
+    ".index.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pkl", ".pickle",
+    ".joblib", ".py",
+)  # fmt: skip
 
 
 def versions() -> dict[str, Any]:
@@ -86,14 +53,11 @@ def device_name(device: torch.device) -> str:
 
 
 def layout_of(
-    target: Checkpoint, plan: Plan, info: Callable[..., TensorInfo], tuned: Checkpoint
+    target: Checkpoint, added: Sequence[str], info: Callable[[str], TensorInfo]
 ) -> dict[str, list[str]]:
-    """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder."""
-    added = [
-        name
-        for name, what in plan.extra.items()
-        if what.startswith("copied") and name not in set(target.names())
-    ]
+    """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder.
+
+    Tensors that are `added` to the target's stand at the end."""
     if isinstance(target, SafetensorsCheckpoint):
         layout = {
             _weight_name(shard.path, len(target.shards)): shard.names_in_file_order()
@@ -106,7 +70,7 @@ def layout_of(
     shards: list[list[str]] = [[]]
     size = 0
     for name in [*names, *added]:
-        bytes_ = info(name, tuned if name in added else None).nbytes
+        bytes_ = info(name).nbytes
         if shards[-1] and size + bytes_ > SHARD_BYTES:
             shards.append([])
             size = 0
@@ -168,3 +132,50 @@ def _modules_behind(folder: Path) -> list[Path]:
     plain = [name for name in names if name and name == Path(name).name and not name.startswith(".")]
     modules = [folder / name for name in plain]
     return [module for module in modules if module.is_dir() and not module.is_symlink()]
+
+
+def save_like(
+    source: Checkpoint,
+    model: nn.Module,
+    out: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+    details: Mapping[str, Any] | None = None,
+    extras: Callable[[Path], None] | None = None,
+) -> None:
+    """Write the model's weights under the source's on-disk names; tensors the model lacks are the source's own."""
+    refuse_inside(out, [source.path] if source.path is not None else [])
+    parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    for name, value in parameters.items():
+        if not bool(torch.isfinite(value).all()):
+            raise UnsafeResult(f"weight {name!r} is not finite after training; lower the learning rate.")
+    named = name_map(model, source.names()).to_disk(parameters)
+    added = {name: value for name, value in named.items() if name not in source}
+
+    def info(name: str) -> TensorInfo:
+        about = source.info(name) if name in source else TensorInfo(tuple(added[name].shape), dtype)
+        return TensorInfo(about.shape, dtype) if about.dtype.is_floating_point else about
+
+    layout = layout_of(source, list(added), info)
+    need = sum(info(name).nbytes for names in layout.values() for name in names)
+    with staged_folder(out, overwrite=overwrite, need_bytes=need) as staging:
+        hashes = {}
+        for file, names in layout.items():
+            with SafetensorsWriter(staging / file, {n: info(n) for n in names}, {"format": "pt"}) as writer:
+                for name in names:
+                    writer.write(_tensor(name, named, source).to(info(name).dtype))
+                hashes[file] = writer.close()
+        write_index(staging, layout, need)
+        copy_side_files(source, staging)
+        if extras is not None:
+            extras(staging)
+        content = {
+            "format": 1, "kind": "finetune", **versions(), "details": dict(details or {}),
+            "inputs": {"source": {"path": str(source), "hashes": file_hashes(source)}},
+        }  # fmt: skip
+        write_manifest(staging, content, hashes)
+
+
+def _tensor(name: str, named: Mapping[str, Tensor], source: Checkpoint) -> Tensor:
+    return named[name] if name in named else source.read(name)

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.adapter_base import check_base
-from gradfix.checkpoints.adapter_names import conv1d_layers, layer_names
+from gradfix.checkpoints.adapter import check_base, conv1d_layers, layer_names
 from gradfix.checkpoints.kinds import refuse_narrow
-from gradfix.checkpoints.open import CHUNK, Checkpoint, open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, file_identity
+from gradfix.checkpoints.weights import CHUNK, Checkpoint
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
 CONFIG = "adapter_config.json"
@@ -83,7 +82,6 @@ class LoraCheckpoint(Checkpoint):
         for module, layer in layers.items():
             self._add(module, places[module], layer, config, turned)
         self._loaded: tuple[str, Tensor, Tensor] | None = None
-        self.notes = check_base(folder, base, config.get("base_model_name_or_path"))
 
     def _add(
         self,
@@ -143,8 +141,13 @@ class LoraCheckpoint(Checkpoint):
         known = set(own)
         return [*own, *(name for name in self._full if name not in known)]
 
+    def _home(self, name: str) -> tuple[Checkpoint, str]:
+        """Who holds what is stored of a tensor, and its name there."""
+        return (self.weights, self._full[name]) if name in self._full else (self.base, name)
+
     def _stored(self, name: str) -> TensorInfo:
-        return self.weights.info(self._full[name]) if name in self._full else self.base.info(name)
+        stored, key = self._home(name)
+        return stored.info(key)
 
     def info(self, name: str) -> TensorInfo:
         info = self._stored(name)
@@ -152,27 +155,12 @@ class LoraCheckpoint(Checkpoint):
             return TensorInfo(info.shape, torch.promote_types(info.dtype, torch.float32))
         return info
 
-    def read(self, name: str) -> Tensor:
-        info = self.info(name)
-        return torch.cat([*self.chunks(name, CHUNK), torch.empty(0, dtype=info.dtype)]).view(info.shape)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        stored, key = (self.weights, self._full[name]) if name in self._full else (self.base, name)
-        pieces = stored.chunks(key, elements)
-        if name not in self._deltas and name not in self._biases:
-            return pieces
-        return self._merged(name, pieces, self.info(name).dtype)
-
     def span(self, name: str, first: int, count: int) -> Tensor:
-        stored, key = (self.weights, self._full[name]) if name in self._full else (self.base, name)
+        stored, key = self._home(name)
         piece = stored.span(key, first, count)
         if name not in self._deltas and name not in self._biases:
             return piece
-        return next(self._merged(name, iter([piece]), self.info(name).dtype, first))
-
-    def _merged(
-        self, name: str, pieces: Iterator[Tensor], dtype: torch.dtype, first: int = 0
-    ) -> Iterator[Tensor]:
+        dtype = self.info(name).dtype
         if name in self._biases:
             layer = self._biases[name]
             left = self.weights.read(layer.keys["bias"]).to(dtype).view(-1, 1)
@@ -182,9 +170,13 @@ class LoraCheckpoint(Checkpoint):
             if self._loaded is None or self._loaded[0] != name:
                 self._loaded = name, *self._factors(layer, dtype)
             _, left, right = self._loaded
-        for piece in pieces:
-            yield piece.to(dtype) + layer.scaling * flat_product(left, right, first, piece.numel())
-            first += piece.numel()
+        return piece.to(dtype) + layer.scaling * flat_product(left, right, first, piece.numel())
+
+    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
+        if name in self._deltas or name in self._biases:
+            return super().chunks(name, elements)
+        stored, key = self._home(name)
+        return stored.chunks(key, elements)
 
     def _factors(self, layer: _Layer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Two matrices whose product is the update, unscaled, in the layout of the stored tensor."""
@@ -192,14 +184,14 @@ class LoraCheckpoint(Checkpoint):
             inner = self.weights.read(layer.keys["A"]).to(dtype).flatten(1)
             outer = self.weights.read(layer.keys["B"]).to(dtype).flatten(1)
             return (inner.T, outer.T) if layer.transposed else (outer, inner)
-        return self.weights.read(layer.keys["EA"]).to(dtype).T, self.weights.read(layer.keys["EB"]).to(
-            dtype
-        ).T
+        inner, outer = (self.weights.read(layer.keys[part]).to(dtype) for part in ("EA", "EB"))
+        return inner.T, outer.T
 
     def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
         if name in self._deltas or name in self._biases:
             return None
-        return self.weights.stored(self._full[name]) if name in self._full else self.base.stored(name)
+        stored, key = self._home(name)
+        return stored.stored(key)
 
     def identity(self) -> Any:
         parts = [self.base.identity(), self.weights.identity()]
@@ -222,16 +214,19 @@ def flat_product(left: Tensor, right: Tensor, first: int, count: int) -> Tensor:
     return rows[start : start + count]
 
 
-def open_adapter(folder: Path, base: Checkpoint) -> LoraCheckpoint:
+def open_adapter(folder: Path, base: Checkpoint, opener: Callable[[Path], Checkpoint]) -> LoraCheckpoint:
     """The fine-tune that a PEFT adapter folder stands for, as a checkpoint over `base`.
 
-    Adapted tensors are given in float32 (or better), so the update is not rounded to the base's dtype."""
+    Adapted tensors are given in float32 (or better), so the update is not rounded to the base's dtype. `opener`
+    opens the files that the adapter names: its weights, and the base it was trained on."""
     folder = Path(folder)
     config = _read_config(folder)
     _refuse_others(folder, config)
     for file in WEIGHTS:
         if (folder / file).is_file():
-            return LoraCheckpoint(folder, base, open_checkpoint(folder / file), config)
+            adapted = LoraCheckpoint(folder, base, opener(folder / file), config)
+            adapted.notes = check_base(folder, base, config.get("base_model_name_or_path"), opener)
+            return adapted
     raise CorruptInput(f"{folder} has a {CONFIG} and no weights: expected {WEIGHTS[0]} beside it.")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,15 +18,11 @@ from torch import Tensor, nn
 
 from gradfix.errors import IncompatibleCheckpoints
 
-if TYPE_CHECKING:
-    from gradfix.checkpoints.open import Checkpoint
-    from gradfix.vectors.signvotes import SignVotes
-
 Index = slice | Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class Window:
     """A disk tensor that is a strided window on one module tensor (an expert, a chunk, a transpose)."""
 
     source: str
@@ -83,7 +79,7 @@ class NameMap:
     present only when the file really stores the copies."""
 
     renamed: dict[str, str]
-    fused: dict[str, Part | Mosaic]
+    fused: dict[str, Window | Mosaic]
     shapes: dict[str, torch.Size]
     aliases: dict[str, str] = field(default_factory=dict)  # disk name -> module name of the tensor it repeats
 
@@ -165,34 +161,6 @@ def disk_names(model: nn.Module, on_disk: Iterable[str] = ()) -> dict[str, str]:
     return name_map(model, on_disk).renamed
 
 
-def votes_to_disk(votes: SignVotes, model: nn.Module, checkpoint: Checkpoint) -> SignVotes:
-    """The votes under the names (and in the pieces) of the checkpoint they were taken at.
-
-    Votes for weights that the file does not hold, such as a pooler the file was saved without, are left
-    out and named in the notes."""
-    from gradfix.vectors.signvotes import SignVotes
-
-    known = set(checkpoint.names())
-    named = name_map(model, known).to_disk(votes)
-    strangers = sorted(set(named) - known)
-    if len(strangers) == len(named):
-        raise IncompatibleCheckpoints(
-            f"the votes and {checkpoint} share no tensor name (first {strangers[0]!r} and {min(known)!r}). "
-            "Was the model loaded from this checkpoint?"
-        )
-    notes = (*votes.notes, *(f"votes for {name!r} left out: it is not in the file" for name in strangers))
-    kept = {name: tensor for name, tensor in named.items() if name in known}
-    for name, tensor in kept.items():
-        if tuple(tensor.shape) != checkpoint.info(name).shape:
-            raise IncompatibleCheckpoints(
-                f"votes for {name!r} are {list(tensor.shape)}, the tensor in {checkpoint} is "
-                f"{list(checkpoint.info(name).shape)}."
-            )
-    return SignVotes(
-        kept, votes.count, rule=votes.rule, target_hash=votes.target_hash, probe=votes.probe, notes=notes
-    )
-
-
 class _StandIn(Tensor):
     """A weightless tensor that stays a view of itself, so that offsets and strides tell where data went."""
 
@@ -200,7 +168,7 @@ class _StandIn(Tensor):
         return self
 
 
-_Map = tuple[dict[str, torch.Size], dict[str, str], dict[str, Part | Mosaic]]
+_Map = tuple[dict[str, torch.Size], dict[str, str], dict[str, Window | Mosaic]]
 _KNOWN_MAPS: WeakKeyDictionary[nn.Module, _Map] = (
     WeakKeyDictionary()
 )  # working one out takes as long as a small vote
@@ -208,7 +176,7 @@ _KNOWN_MAPS: WeakKeyDictionary[nn.Module, _Map] = (
 
 def _transformers_map(
     model: nn.Module, shapes: Mapping[str, torch.Size]
-) -> tuple[dict[str, str], dict[str, Part | Mosaic]]:
+) -> tuple[dict[str, str], dict[str, Window | Mosaic]]:
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
@@ -224,11 +192,11 @@ def _transformers_map(
 
 def _reverted(
     model: nn.Module, shapes: Mapping[str, torch.Size], revert: Callable[..., dict[str, Tensor]]
-) -> tuple[dict[str, str], dict[str, Part | Mosaic]]:
+) -> tuple[dict[str, str], dict[str, Window | Mosaic]]:
     stand_ins = {n: torch.empty(shape, device="meta").as_subclass(_StandIn) for n, shape in shapes.items()}
     homes = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     renamed: dict[str, str] = {}
-    fused: dict[str, Part | Mosaic] = {}
+    fused: dict[str, Window | Mosaic] = {}
     lost: list[str] = []
     for disk, tensor in revert(model, dict(stand_ins)).items():
         source = homes.get(tensor.untyped_storage()._cdata)
@@ -237,8 +205,8 @@ def _reverted(
         elif tensor is stand_ins[source]:
             renamed[source] = disk
         else:
-            fused[disk] = Part(source, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    covered = {*renamed, *(part.source for part in fused.values() if isinstance(part, Part))}
+            fused[disk] = Window(source, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    covered = {*renamed, *(part.source for part in fused.values() if isinstance(part, Window))}
     if lost:
         rest = {name: shapes[name] for name in shapes if name not in covered}
         fused |= _numbered(lambda tensors: revert(model, tensors), rest)
@@ -247,7 +215,7 @@ def _reverted(
 
 def _numbered(
     revert: Callable[[dict[str, Tensor]], dict[str, Tensor]], shapes: Mapping[str, torch.Size]
-) -> dict[str, Part | Mosaic]:
+) -> dict[str, Window | Mosaic]:
     """Push coordinate numbers instead of weights through the conversion, and read off where they land."""
     starts: dict[str, int] = {}
     numbered: dict[str, Tensor] = {}

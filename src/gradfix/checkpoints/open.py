@@ -1,34 +1,41 @@
-"""Open weights lazily, as named tensors, wherever they live.
+"""Find weights and open them lazily, as named tensors, wherever they live.
 
 `open_checkpoint` takes a Hugging Face folder (single or sharded safetensors, or .bin), a
-.safetensors, .pt or .bin file, a PEFT adapter folder, a hub id, a state dict or an nn.Module.
+.safetensors, .pt or .bin file, a PEFT adapter folder, a hub id, an open_clip tag, a state dict or an nn.Module.
 Only headers are read; no input is ever changed and no code in it is ever run."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import pickle
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.hashes import hash_file
-from gradfix.checkpoints.open_clip_tags import PREFIX, tag_file
-from gradfix.checkpoints.pickled import load_pickle
-from gradfix.checkpoints.safetensors_file import (
-    CODES,
-    MAX_HEADER_BYTES,
-    SafetensorsFile,
-    TensorInfo,
-    file_identity,
+from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.lora import open_adapter
+from gradfix.checkpoints.safetensors_file import CODES, MAX_HEADER_BYTES, SafetensorsFile
+from gradfix.checkpoints.weights import (
+    CHUNK,
+    Checkpoint,
+    MemoryCheckpoint,
+    SafetensorsCheckpoint,
+    Source,
+    raw_bytes,
 )
 from gradfix.errors import CorruptInput, UsageError
+from gradfix.registry import unknown
+
+__all__ = [
+    "CHUNK", "Checkpoint", "MemoryCheckpoint", "SafetensorsCheckpoint", "Source", "open_checkpoint", "raw_bytes",
+    "read_index", "resolve",
+]  # fmt: skip
 
 INDEX_SUFFIX = ".index.json"
 # Looked for in this order inside a folder.
@@ -39,179 +46,8 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "open_clip_pytorch_model.bin",
 )
+OPEN_CLIP = "open_clip:"  # its published weights by name: open_clip:ViT-B-16/laion2b_s34b_b88k
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-CHUNK = 1 << 18
-
-Source = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
-
-
-class Checkpoint(ABC):
-    """Named tensors that are read when asked for."""
-
-    path: Path | None = None
-    notes: tuple[str, ...] = ()  # what a reader of the result should know about this input
-
-    @abstractmethod
-    def names(self) -> list[str]: ...
-
-    @abstractmethod
-    def info(self, name: str) -> TensorInfo: ...
-
-    @abstractmethod
-    def read(self, name: str) -> Tensor: ...
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        """The tensor as flat pieces; memory stays at one piece for safetensors files."""
-        flat = self.read(name).reshape(-1)
-        for first in range(0, flat.numel(), elements):
-            yield flat[first : first + elements]
-
-    def span(self, name: str, first: int, count: int) -> Tensor:
-        """Entries first .. first + count of the flattened tensor."""
-        return self.read(name).reshape(-1)[first : first + count]
-
-    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
-        """The file that holds this tensor as it is, and its name there; None where it is computed."""
-        return None
-
-    def identity(self) -> Any:
-        """By what an interrupted run recognises its inputs again, as JSON; None where it cannot."""
-        return None
-
-    @property
-    def files(self) -> list[Path]:
-        return []
-
-    def state(self) -> dict[str, Tensor]:
-        return {name: self.read(name) for name in self.names()}
-
-    def fingerprint(self) -> str:
-        """sha256 over names, dtypes, shapes and bytes: the same for every container format."""
-        digest = hashlib.sha256()
-        for name in sorted(self.names()):
-            digest.update(tensor_line(name, self.info(name), self._tensor_hash(name)))
-        return digest.hexdigest()
-
-    def _tensor_hash(self, name: str) -> str:
-        digest = hashlib.sha256()
-        for chunk in self.chunks(name):
-            digest.update(raw_bytes(chunk))
-        return digest.hexdigest()
-
-    def __contains__(self, name: object) -> bool:
-        return name in set(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
-
-    def __str__(self) -> str:
-        return str(self.path) if self.path is not None else f"<{len(self)} tensors in memory>"
-
-
-def raw_bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
-
-
-def tensor_line(name: str, info: TensorInfo, content: str) -> bytes:
-    return f"{name}\t{info.dtype}\t{list(info.shape)}\t{content}\n".encode()
-
-
-class SafetensorsCheckpoint(Checkpoint):
-    """One safetensors file or the shards of a folder."""
-
-    def __init__(self, path: Path, shards: list[SafetensorsFile]) -> None:
-        self.path = path
-        self.shards = shards
-        self._home = {name: shard for shard in shards for name in shard.names_in_file_order()}
-
-    def names(self) -> list[str]:
-        return list(self._home)
-
-    def info(self, name: str) -> TensorInfo:
-        return self._home[name].entries[name].info
-
-    def read(self, name: str) -> Tensor:
-        return self._home[name].read(name)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        return self._home[name].chunks(name, elements)
-
-    def span(self, name: str, first: int, count: int) -> Tensor:
-        return self._home[name].span(name, first, count)
-
-    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
-        return self._home[name], name
-
-    def identity(self) -> Any:
-        return [file_identity(path) for path in self.files]
-
-    @property
-    def files(self) -> list[Path]:
-        return [shard.path for shard in self.shards]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._home
-
-
-class MemoryCheckpoint(Checkpoint):
-    """Tensors that are already there: a state dict, a module, an unpickled file."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], path: Path | None = None) -> None:
-        self._tensors = dict(tensors)
-        self.path = path
-        self.module: nn.Module | None = None
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def info(self, name: str) -> TensorInfo:
-        tensor = self._tensors[name]
-        return TensorInfo(tuple(tensor.shape), tensor.dtype)
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path] if self.path is not None and self.path.is_file() else []
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-
-class Part(Checkpoint):
-    """Some tensors of another checkpoint, read through it."""
-
-    def __init__(self, whole: Checkpoint, names: list[str]) -> None:
-        self.whole, self._names = whole, names
-        self.path = whole.path
-
-    def names(self) -> list[str]:
-        return self._names
-
-    def info(self, name: str) -> TensorInfo:
-        return self.whole.info(name)
-
-    def read(self, name: str) -> Tensor:
-        return self.whole.read(name)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        return self.whole.chunks(name, elements)
-
-    def span(self, name: str, first: int, count: int) -> Tensor:
-        return self.whole.span(name, first, count)
-
-    def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
-        return self.whole.stored(name)
-
-    def identity(self) -> Any:
-        whole = self.whole.identity()
-        return None if whole is None else [whole, self._names]
-
-    @property
-    def files(self) -> list[Path]:
-        return self.whole.files
 
 
 def open_checkpoint(source: Source | Checkpoint, *, base: Source | Checkpoint | None = None) -> Checkpoint:
@@ -234,7 +70,7 @@ def resolve(source: str | os.PathLike[str]) -> Path:
     if os.path.exists(path):  # unlike Path.exists it also answers for names no system can hold
         return path
     text = os.fspath(source)
-    if text.startswith(PREFIX):
+    if text.startswith(OPEN_CLIP):
         return tag_file(text)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", text) or os.path.exists(path.parent):
         raise CorruptInput(f"{text} does not exist: give a folder, a weights file or a hub id (owner/name).")
@@ -279,11 +115,9 @@ def _from_mapping(tensors: Mapping[str, Any], path: Path | None) -> MemoryCheckp
 
 def _from_folder(folder: Path, base: Source | Checkpoint | None) -> Checkpoint:
     if (folder / "adapter_config.json").is_file():
-        from gradfix.checkpoints.lora import open_adapter
-
         if base is None:
             raise UsageError(f"{folder} is a LoRA adapter: it needs the base it was trained on (--base).")
-        return open_adapter(folder, open_checkpoint(base))
+        return open_adapter(folder, open_checkpoint(base), open_checkpoint)
     for name in WEIGHT_FILES:
         if (folder / name).is_file():  # before the index, as transformers does where a folder holds both
             return _from_file(folder / name, folder)
@@ -365,5 +199,107 @@ def _from_file(path: Path, folder: Path | None = None) -> Checkpoint:
     raise CorruptInput(f"{path}: unknown kind of weights file; expected .safetensors, .pt or .bin.")
 
 
-def file_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    return {str(path): hash_file(path) for path in checkpoint.files}
+def load_pickle(path: Path) -> dict[str, Tensor]:
+    """Tensors only: torch's weights-only reader refuses whatever would run code.
+
+    What is left to refuse are records and views that claim more than the file holds."""
+    try:
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            _check_records(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except CorruptInput:
+        raise
+    except pickle.UnpicklingError as error:
+        told = re.search(r"Unpickler error: (.*?)(?:\.\s|\n|$)", str(error))
+        reason = " ".join((told[1] if told else str(error)).split())[:160]
+        raise CorruptInput(
+            f"{path} cannot be read as plain weights ({reason}). gradfix never runs code from a checkpoint; "
+            "save it as safetensors in the program that made it."
+        ) from None
+    except Exception as error:  # damaged bytes make the readers raise almost anything
+        raise CorruptInput(f"{path} is damaged or not a torch file ({type(error).__name__}).") from None
+    for key in ("state_dict", "model"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise CorruptInput(f"{path} holds no state dict; found {type(loaded).__name__}.")
+    loaded = {str(name): value for name, value in loaded.items() if isinstance(value, Tensor)}
+    for name, value in loaded.items():
+        _refuse_hollow(path, name, value)
+    if loaded and all(name.startswith("module.") for name in loaded):
+        loaded = {name.removeprefix("module."): value for name, value in loaded.items()}
+    if not loaded:
+        raise CorruptInput(f"{path} holds no tensors.")
+    return loaded
+
+
+def _check_records(path: Path) -> None:
+    """torch stores its records as they are; a compressed one can claim any size.
+
+    The checksums are read here because torch does not look at them in files that it maps."""
+    with zipfile.ZipFile(path) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size > path.stat().st_size:
+                raise CorruptInput(
+                    f"{path}: record {record.filename!r} is compressed or larger than the file; torch writes no "
+                    "such files. Save it again as safetensors."
+                )
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CorruptInput(
+            f"{path}: record {damaged!r} has another checksum than was written. Copy it again."
+        )
+
+
+def _refuse_hollow(path: Path, name: str, value: Tensor) -> None:
+    """A view can claim more entries than the file holds (stride 0), or none of them (meta)."""
+    if value.layout is not torch.strided or value.is_quantized:
+        return  # refused by name with the other entries
+    if value.is_meta or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise CorruptInput(
+            f"{path}: tensor {name!r} claims {value.numel():,} entries that the file does not hold."
+        )
+
+
+def split_tag(text: str) -> tuple[str, str]:
+    architecture, _, tag = text.removeprefix(OPEN_CLIP).partition("/")
+    if not architecture or not tag:
+        raise UsageError(
+            f"{text!r} must read {OPEN_CLIP}ARCHITECTURE/TAG, e.g. {OPEN_CLIP}ViT-B-16/laion2b_s34b_b88k."
+        )
+    return architecture, tag
+
+
+def tag_settings(text: str) -> dict[str, Any]:
+    """What open_clip knows about a tag: where the file is, and how images were normalised."""
+    library = import_open_clip()
+    architecture, tag = split_tag(text)
+    settings = library.get_pretrained_cfg(architecture, tag)
+    if not settings:
+        tags = library.list_pretrained_tags_by_model(architecture)
+        kind = f"pretrained tag of {architecture}" if tags else "open_clip model"
+        choices = tags or sorted({name for name, _ in library.list_pretrained()})
+        raise UsageError(unknown(kind, tag if tags else architecture, choices))
+    return dict(settings)
+
+
+def tag_file(text: str) -> Path:
+    """The local file of a tag, downloaded if need be."""
+    library = import_open_clip()
+    settings = tag_settings(text)
+    try:
+        return Path(library.download_pretrained(settings))
+    except Exception as error:  # the hub client, urllib and hash checks each raise their own kind
+        raise CorruptInput(
+            f"{text} could not be downloaded ({type(error).__name__}). Download the file and give its path instead."
+        ) from None
+
+
+def import_open_clip() -> Any:
+    heal_torchvision()
+    try:
+        import open_clip
+    except ImportError:
+        raise UsageError("this is an open_clip model; install gradfix[vision] to use it.") from None
+    return open_clip

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from gradfix.checkpoints.hashes import OrderedHash
-from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.safetensors_file import CODES, TensorInfo
+from gradfix.checkpoints.weights import raw_bytes
 from gradfix.errors import UnsafeResult
 
 REREAD_BYTES = 1 << 18

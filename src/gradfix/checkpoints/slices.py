@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradfix.checkpoints.names import NameMap, Part
-from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.names import NameMap, Window
+from gradfix.checkpoints.weights import Checkpoint
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 from gradfix.system.processes import Group
 
@@ -81,7 +81,7 @@ def check_stored(disk: str, shape: torch.Size, checkpoint: Checkpoint) -> None:
 def _fill(flat: Tensor, rows: Rows, name: str, place: Any, checkpoint: Checkpoint, disk: str) -> None:
     """Copy what one disk tensor holds of entries `rows` of module tensor `name`."""
     last = rows.first + rows.count
-    if isinstance(place, Part) and place.stride == torch.empty(place.shape, device="meta").stride():
+    if isinstance(place, Window) and place.stride == torch.empty(place.shape, device="meta").stride():
         first, stop = max(rows.first, place.offset), min(last, place.offset + place.shape.numel())
         if first < stop:
             piece = checkpoint.span(disk, first - place.offset, stop - first)
@@ -95,7 +95,7 @@ def _fill(flat: Tensor, rows: Rows, name: str, place: Any, checkpoint: Checkpoin
 def _scattered(name: str, place: Any, checkpoint: Checkpoint, disk: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Flat places in the module tensor and the values that belong there."""
     values = checkpoint.read(disk).reshape(-1)
-    if isinstance(place, Part):
+    if isinstance(place, Window):
         where = torch.full(place.shape, place.offset, dtype=torch.int64)
         for dim, (size, stride) in enumerate(zip(place.shape, place.stride, strict=True)):
             step = torch.arange(size) * stride

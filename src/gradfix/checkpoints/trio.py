@@ -1,19 +1,31 @@
-"""Can these checkpoints be combined? Every tensor is accounted for before anything is computed.
+"""Base, fine-tune and target: opened, matched and accounted for once, before anything is computed.
 
-`check_pair` and `plan_transport` decide by names, shapes and dtypes. Bytes are read to tell stored copies of a
-tied tensor (a few entries of each tensor), and packed integers, which must not differ."""
+`Trio.open` shows base and fine-tune under the target's names and in the order of its token rows, and decides the
+fate of every tensor by names, shapes and dtypes. Bytes are read to tell stored copies of a tied tensor (a few entries
+of each tensor), and packed integers, which must not differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 
-from gradfix.checkpoints.copies import repeated, same_bytes, stored_copies
-from gradfix.checkpoints.kinds import STATISTICS, is_buffer, quantised, refuse_quantised
-from gradfix.checkpoints.open import Checkpoint
-from gradfix.errors import IncompatibleCheckpoints
+from gradfix.checkpoints.kinds import (
+    STATISTICS,
+    is_buffer,
+    quantised,
+    refuse_quantised,
+    repeated,
+    same_bytes,
+    stored_copies,
+)
+from gradfix.checkpoints.matched import match_prefix, match_vocabulary
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.weights import Checkpoint, Source
+from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
 
 # Modules that model classes put on top of an encoder; a fine-tune may drop those of its base.
 HEADS = frozenset(
@@ -22,23 +34,119 @@ HEADS = frozenset(
         *("predictions", "generator_predictions", "discriminator_predictions"),
     }
 )
-ONLY_IN_TARGET = "only in the target"
-DROPPED_HEAD = "a head the fine-tune dropped"
+
+
+class Fate(Enum):
+    """What becomes of a tensor: how the manifest counts it, and why; `{of}` is the tensor it goes with."""
+
+    TRANSPORTED = ("transported", "")
+    TIED = ("transported", "tied to {of}")
+    HEAD_COPIED = ("copied", "head of the fine-tune, copied from the fine-tune")
+    HEAD_SKIPPED = ("skipped", "head of the fine-tune, skipped")
+    DROPPED_HEAD = ("copied", "a head the fine-tune dropped")
+    ONLY_IN_TARGET = ("copied", "only in the target")
+    STATISTICS = ("copied", "running statistics of the target")
+    INTEGERS = ("copied", "not a floating tensor")
+    BUFFER = ("copied", "a buffer")
+    UNSTORED_COPY = ("copied", "a copy that base or fine-tune does not store")
+    SPARE_BUFFER = ("skipped", "a buffer")  # of the fine-tune; the target has no place for it and needs none
+    SPARE_COPY = ("skipped", "a copy of {of}")
+    NO_VOTES = ("copied", "no votes")
+    ALPHA_ZERO = ("copied", "alpha is 0")
+
+    @property
+    def kind(self) -> str:
+        return self.value[0]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The fate of every tensor of the target, and of the fine-tune's extra ones."""
+class TensorFate:
+    """The fate of one tensor, and the tensor it goes with, if any."""
 
-    transported: list[str]
-    copied: dict[str, str] = field(default_factory=dict)  # name -> reason
-    extra: dict[str, str] = field(default_factory=dict)  # in the fine-tune only -> what is done with it
-    tied: dict[str, str] = field(
-        default_factory=dict
-    )  # transported with another, of which it is a stored copy
-    needless: dict[str, str] = field(
-        default_factory=dict
-    )  # of the fine-tune, no loss to the target -> reason
+    fate: Fate
+    of: str | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.fate.kind
+
+    @property
+    def reason(self) -> str:
+        return str(self.fate.value[1]).replace("{of}", str(self.of))
+
+    def as_json(self) -> dict[str, str]:
+        return {"fate": self.kind, **({"reason": self.reason} if self.reason else {})}
+
+
+class Fates(dict[str, TensorFate]):
+    """The fate of every tensor of target and fine-tune, by name; those that move stand in the target's order."""
+
+    @property
+    def moved(self) -> list[str]:
+        """What is transported, stored copies of tied tensors included."""
+        return [name for name, fate in self.items() if fate.kind == "transported"]
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Stored copies that move with another tensor, and with which."""
+        return {name: str(fate.of) for name, fate in self.items() if fate.fate is Fate.TIED}
+
+    @property
+    def heads(self) -> list[str]:
+        """What only the fine-tune has, copied or skipped."""
+        heads = (Fate.HEAD_COPIED, Fate.HEAD_SKIPPED)
+        return sorted(name for name, fate in self.items() if fate.fate in heads)
+
+    @property
+    def copied(self) -> list[str]:
+        """What the output has as it is: from the target or, where it is a head, from the fine-tune."""
+        return [name for name, fate in self.items() if fate.kind == "copied"]
+
+
+class Trio:
+    """Base, fine-tune and target as one thing.
+
+    `base` and `tuned` are shown as the target names its tensors and orders its token rows; `sources` are all three
+    as their files are, `given` as the user named them. `vocabulary` says for the manifest how rows were matched."""
+
+    def __init__(
+        self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool
+    ) -> None:
+        self.sources, self.given, self.head = dict(sources), dict(given), head
+        self.target = self.sources["target"]
+        base, tuned = (match_prefix(self.sources[role], self.target) for role in ("base", "tuned"))
+        self.base, self.tuned, self.vocabulary = match_vocabulary(base, tuned, self.target)
+        self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict)
+        self.moved, self.tied = self.fates.moved, self.fates.tied
+        self.heads, self.copied = self.fates.heads, self.fates.copied
+
+    @classmethod
+    def open(
+        cls,
+        base: Source | Checkpoint,
+        tuned: Source | Checkpoint,
+        target: Source | Checkpoint,
+        *,
+        head: str = "error",
+        strict: bool = False,
+    ) -> Trio:
+        """Open and match all three, or say why they do not go together.
+
+        A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the target has,
+        or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the target
+        lacks is an error. Buffers are the target's. A stored copy of a transported tensor is moved with it, and one
+        that a file leaves out is not missed."""
+        before, goal = open_checkpoint(base), open_checkpoint(target)
+        sources = {"base": before, "tuned": open_checkpoint(tuned, base=before), "target": goal}
+        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the result should know about the three."""
+        return (*self.base.notes, *self.tuned.notes, *self.target.notes)
+
+    def fingerprints(self) -> dict[str, str]:
+        return {role: source.fingerprint() for role, source in self.sources.items()}
 
 
 def check_pair(base: Checkpoint, tuned: Checkpoint) -> list[str]:
@@ -63,10 +171,115 @@ def check_pair(base: Checkpoint, tuned: Checkpoint) -> list[str]:
         )
     _check_shapes(base, tuned, weights)
     _check_packed(base, tuned, weights)
-    return floating(base, weights)
+    return _floating(base, weights)
 
 
-def floating(checkpoint: Checkpoint, names: list[str]) -> list[str]:
+class _Account:
+    """Who of the three has which tensor, and what follows for it."""
+
+    def __init__(self, base: Checkpoint, tuned: Checkpoint, target: Checkpoint) -> None:
+        self.base, self.tuned, self.target = base, tuned, target
+        for checkpoint in (base, tuned, target):
+            refuse_quantised(checkpoint)
+        self.before, self.after, self.goal = set(base.names()), set(tuned.names()), set(target.names())
+        self.buffers = _buffers(base, tuned, target)
+        self.both = [name for name in base.names() if name in self.after]
+        self.dropped = {name for name in self.before - self.after if HEADS & set(name.split("."))}
+
+    def fates(self, head: str, strict: bool) -> Fates:
+        self._refuse_lost()
+        spare = self._spare()
+        moved = self._moved()
+        new = sorted(self.after - self.before - self.buffers - set(spare))
+        heads = dict.fromkeys(new, self._head_fate(new, head)) if new else {}
+        tied = self._tied(moved, set(heads))
+        transported = {name: TensorFate(Fate.TRANSPORTED) for name in moved}
+        transported |= {name: TensorFate(Fate.TIED, first) for name, first in tied.items()}
+        names = self.target.names()
+        stay = {name: heads.get(name) or self._stays(name) for name in names if name not in transported}
+        if strict:
+            _refuse_unshared([*heads, *(n for n, why in stay.items() if why.fate is Fate.ONLY_IN_TARGET)])
+        found = Fates(stay)
+        found |= {name: transported[name] for name in names if name in transported}
+        found |= heads
+        found |= {name: why for name, why in spare.items() if name not in self.goal}
+        if set(found) != self.goal | self.after:
+            raise UnsafeResult("not every tensor is accounted for; this is a bug, please report it.")
+        return found
+
+    def _refuse_lost(self) -> None:
+        names = self.before - self.after - self.dropped - self.buffers
+        lost = _unrepeated(self.base, names, self.both)
+        if lost:
+            raise IncompatibleCheckpoints(
+                f"{self.tuned} lacks {len(lost)} tensors of its base {self.base}, first {lost[0]!r}. "
+                "Is it a fine-tune of that base? A LoRA folder needs its adapter_config.json."
+            )
+
+    def _spare(self) -> dict[str, TensorFate]:
+        """Tensors of the fine-tune that base or target can do without; raises for a weight without a home."""
+        at_home = [name for name in self.both if name in self.goal]
+        homeless = [name for name in self.both if name not in self.goal and name not in self.buffers]
+        copies = repeated(self.base, homeless, at_home)
+        copies = {name: first for name, first in copies.items() if same_bytes(self.tuned, name, first)}
+        homeless = sorted(set(homeless) - set(copies))
+        if homeless:
+            raise IncompatibleCheckpoints(
+                f"{self.target} lacks {len(homeless)} tensors of {self.base}, first {homeless[0]!r}: not the same "
+                f"architecture. Run `gradfix inspect {self.base} {self.target}` to see all."
+            )
+        copies |= repeated(self.tuned, sorted(self.after - self.before - self.buffers), self.both)
+        spare = {name: TensorFate(Fate.SPARE_COPY, first) for name, first in copies.items()}
+        return spare | dict.fromkeys(sorted(self.after & self.buffers), TensorFate(Fate.SPARE_BUFFER))
+
+    def _moved(self) -> list[str]:
+        """The weights all three have under the same name, checked."""
+        shared = {*self.both} & self.goal - self.buffers
+        names = [name for name in self.target.names() if name in shared]
+        _check_shapes(self.base, self.tuned, names)
+        _check_shapes(self.base, self.target, names)
+        _check_packed(self.base, self.tuned, names)
+        return [name for name in _floating(self.target, names) if not name.endswith(STATISTICS)]
+
+    def _head_fate(self, names: list[str], head: str) -> TensorFate:
+        if head == "error":
+            raise IncompatibleCheckpoints(
+                f"{self.tuned} has {len(names)} tensors that {self.base} lacks, first {names[0]!r}: a head trained "
+                "with the fine-tune. Choose --head copy (take the tuned head as it is) or --head skip (leave it out)."
+            )
+        return TensorFate(Fate.HEAD_COPIED if head == "copy" else Fate.HEAD_SKIPPED)
+
+    def _tied(self, moved: list[str], heads: set[str]) -> dict[str, str]:
+        """Stored copies in the target of what is moved, each with its original.
+
+        A fine-tune may have untied what its target ties: then both are moved, each by its own update."""
+        movable = set(moved)
+        others = [
+            name
+            for name in self.target.names()
+            if name not in movable | heads | self.buffers and not name.endswith(STATISTICS)
+        ]
+        return {
+            name: first
+            for name, first in stored_copies(self.target, [*moved, *others]).items()
+            if first in movable
+            and (name not in movable or all(same_bytes(c, name, first) for c in (self.base, self.tuned)))
+        }
+
+    def _stays(self, name: str) -> TensorFate:
+        """Why a tensor of the target stays as it is."""
+        if name in self.dropped:
+            return TensorFate(Fate.DROPPED_HEAD)
+        if name not in self.before | self.after:
+            return TensorFate(Fate.ONLY_IN_TARGET)
+        if name.endswith(STATISTICS):
+            return TensorFate(Fate.STATISTICS)
+        if not self.target.info(name).dtype.is_floating_point:
+            return TensorFate(Fate.INTEGERS)
+        return TensorFate(Fate.BUFFER if name in self.buffers else Fate.UNSTORED_COPY)
+
+
+def _floating(checkpoint: Checkpoint, names: list[str]) -> list[str]:
     return [name for name in names if checkpoint.info(name).dtype.is_floating_point]
 
 
@@ -79,6 +292,13 @@ def _buffers(*checkpoints: Checkpoint) -> set[str]:
 def _unrepeated(checkpoint: Checkpoint, names: set[str], originals: Iterable[str]) -> list[str]:
     """The names that are no copies of one of the originals."""
     return sorted(names - set(repeated(checkpoint, sorted(names), originals)))
+
+
+def _refuse_unshared(names: list[str]) -> None:
+    if names:
+        raise IncompatibleCheckpoints(
+            f"--strict: {len(names)} tensors are not shared by all three, first {min(names)!r}."
+        )
 
 
 def _check_shapes(left: Checkpoint, right: Checkpoint, names: list[str]) -> None:
@@ -97,132 +317,6 @@ def _check_shapes(left: Checkpoint, right: Checkpoint, names: list[str]) -> None
         )
 
 
-def plan_transport(
-    base: Checkpoint,
-    tuned: Checkpoint,
-    target: Checkpoint,
-    *,
-    head: str = "error",
-    strict: bool = False,
-) -> Plan:
-    """Decide what happens to each tensor.
-
-    A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the
-    target has, or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the
-    target lacks is an error. Buffers are the target's. A stored copy of a transported tensor is moved with it, and
-    one that a file leaves out is not missed."""
-    for checkpoint in (base, tuned, target):
-        refuse_quantised(checkpoint)
-    trio = _Trio(base, tuned, target)
-    trio.refuse_lost()
-    needless = trio.needless()
-    moved = trio.moved()
-    extra = _plan_extra(base, tuned, sorted(trio.after - trio.before - trio.buffers - set(needless)), head)
-    tied = trio.tied(moved, set(extra))
-    transported = {*moved, *tied}
-    copied = {name: trio.reason(name, extra) for name in target.names() if name not in transported}
-    if strict:
-        _refuse_unshared([*extra, *(name for name, why in copied.items() if why == ONLY_IN_TARGET)])
-    return Plan(
-        [name for name in target.names() if name in transported], copied, extra, tied,
-        {name: why for name, why in needless.items() if name not in trio.goal},
-    )  # fmt: skip
-
-
-class _Trio:
-    """Base, fine-tune and target, and who has which tensor."""
-
-    def __init__(self, base: Checkpoint, tuned: Checkpoint, target: Checkpoint) -> None:
-        self.base, self.tuned, self.target = base, tuned, target
-        self.before, self.after, self.goal = set(base.names()), set(tuned.names()), set(target.names())
-        self.buffers = _buffers(base, tuned, target)
-        self.both = [name for name in base.names() if name in self.after]
-        self.dropped = {name for name in self.before - self.after if HEADS & set(name.split("."))}
-
-    def refuse_lost(self) -> None:
-        names = self.before - self.after - self.dropped - self.buffers
-        lost = _unrepeated(self.base, names, self.both)
-        if lost:
-            raise IncompatibleCheckpoints(
-                f"{self.tuned} lacks {len(lost)} tensors of its base {self.base}, first {lost[0]!r}. "
-                "Is it a fine-tune of that base? A LoRA folder needs its adapter_config.json."
-            )
-
-    def needless(self) -> dict[str, str]:
-        """Tensors of the fine-tune that base or target can do without, and why; raises for a weight without a home."""
-        at_home = [name for name in self.both if name in self.goal]
-        homeless = [name for name in self.both if name not in self.goal and name not in self.buffers]
-        copies = repeated(self.base, homeless, at_home)
-        copies = {name: first for name, first in copies.items() if same_bytes(self.tuned, name, first)}
-        homeless = sorted(set(homeless) - set(copies))
-        if homeless:
-            raise IncompatibleCheckpoints(
-                f"{self.target} lacks {len(homeless)} tensors of {self.base}, first {homeless[0]!r}: not the same "
-                f"architecture. Run `gradfix inspect {self.base} {self.target}` to see all."
-            )
-        copies |= repeated(self.tuned, sorted(self.after - self.before - self.buffers), self.both)
-        reasons = {name: f"a copy of {first}" for name, first in copies.items()}
-        return reasons | dict.fromkeys(self.after & self.buffers, "a buffer")
-
-    def moved(self) -> list[str]:
-        """The weights all three have under the same name, checked."""
-        shared = {*self.both} & self.goal - self.buffers
-        names = [name for name in self.target.names() if name in shared]
-        _check_shapes(self.base, self.tuned, names)
-        _check_shapes(self.base, self.target, names)
-        _check_packed(self.base, self.tuned, names)
-        return [name for name in floating(self.target, names) if not name.endswith(STATISTICS)]
-
-    def tied(self, moved: list[str], extra: set[str]) -> dict[str, str]:
-        """Stored copies in the target of what is moved, each with its original.
-
-        A fine-tune may have untied what its target ties: then both are moved, each by its own update."""
-        movable = set(moved)
-        others = [
-            name
-            for name in self.target.names()
-            if name not in movable | extra | self.buffers and not name.endswith(STATISTICS)
-        ]
-        return {
-            name: first
-            for name, first in stored_copies(self.target, [*moved, *others]).items()
-            if first in movable
-            and (name not in movable or all(same_bytes(c, name, first) for c in (self.base, self.tuned)))
-        }
-
-    def reason(self, name: str, extra: Mapping[str, str]) -> str:
-        """Why a tensor of the target stays as it is."""
-        if name in extra:
-            return "replaced by the fine-tune's head"
-        if name in self.dropped:
-            return DROPPED_HEAD
-        if name not in self.before | self.after:
-            return ONLY_IN_TARGET
-        if name.endswith(STATISTICS):
-            return "running statistics of the target"
-        if not self.target.info(name).dtype.is_floating_point:
-            return "not a floating tensor"
-        return "a buffer" if name in self.buffers else "a copy that base or fine-tune does not store"
-
-
-def _refuse_unshared(names: list[str]) -> None:
-    if names:
-        raise IncompatibleCheckpoints(
-            f"--strict: {len(names)} tensors are not shared by all three, first {min(names)!r}."
-        )
-
-
-def _plan_extra(base: Checkpoint, tuned: Checkpoint, names: list[str], head: str) -> dict[str, str]:
-    if not names:
-        return {}
-    if head == "error":
-        raise IncompatibleCheckpoints(
-            f"{tuned} has {len(names)} tensors that {base} lacks, first {names[0]!r}: a head trained with the "
-            "fine-tune. Choose --head copy (take the tuned head as it is) or --head skip (leave it out)."
-        )
-    return dict.fromkeys(names, "copied from the fine-tune" if head == "copy" else "skipped")
-
-
 def _check_packed(base: Checkpoint, tuned: Checkpoint, names: list[str]) -> None:
     """Integers that training changed are packed weights; to copy the target's would lose the change."""
     for name in names:
@@ -232,30 +326,3 @@ def _check_packed(base: Checkpoint, tuned: Checkpoint, names: list[str]) -> None
         pairs = zip(base.chunks(name), tuned.chunks(name), strict=True)
         if base.info(name) != info or not all(torch.equal(*pair) for pair in pairs):
             raise quantised(tuned, name, info)
-
-
-class Trio:
-    """Stand-in with the interface of the coming trio."""
-
-    def __init__(self, given, sources, base, tuned, vocabulary, plan, head):  # type: ignore[no-untyped-def]
-        self.given, self.sources, self.base, self.tuned = given, sources, base, tuned
-        self.target, self.vocabulary, self.plan, self.head = sources["target"], vocabulary, plan, head
-        self.heads = list(plan.extra)
-
-    @classmethod
-    def open(cls, base, tuned, target, *, head="error", strict=False):  # type: ignore[no-untyped-def]
-        from gradfix.checkpoints.open import open_checkpoint
-        from gradfix.checkpoints.prefix import match_prefix
-        from gradfix.checkpoints.vocabulary import match_vocabulary
-
-        given = {"base": base, "tuned": tuned, "target": target}
-        before, goal = open_checkpoint(base), open_checkpoint(target)
-        after = open_checkpoint(tuned, base=before)
-        sources = {"base": before, "tuned": after, "target": goal}
-        before, after = match_prefix(before, goal), match_prefix(after, goal)
-        before, after, rows = match_vocabulary(before, after, goal)
-        plan = plan_transport(before, after, goal, head=head, strict=strict)
-        return cls(given, sources, before, after, rows, plan, head)
-
-    def fingerprints(self):  # type: ignore[no-untyped-def]
-        return {role: source.fingerprint() for role, source in self.sources.items()}

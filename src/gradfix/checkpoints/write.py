@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.hashes import hash_file, holds
-from gradfix.checkpoints.journal import JOURNAL
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
-from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError
+from gradfix.errors import CorruptInput, GradfixError, Locked, OutputError, UsageError
+from gradfix.registry import unknown
 
 MANIFEST = "gradfix.json"
+JOURNAL = ".journal.jsonl"  # in a staging folder: how far an output got
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
 UMASK_MODE = 0o666
 _HELD: ContextVar[frozenset[Path]] = ContextVar("locks held here", default=frozenset())
@@ -353,29 +354,8 @@ def verify(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def torch_dtype(name: str) -> torch.dtype:
     """A dtype by the name users write: fp32, bf16, float16 ..."""
-    from gradfix.errors import UsageError
-    from gradfix.registry import unknown
-
     names = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
              "fp16": torch.float16, "float16": torch.float16, "fp64": torch.float64, "float64": torch.float64}  # fmt: skip
     if name not in names:
         raise UsageError(unknown("dtype", name, list(names)))
     return names[name]
-
-
-__all__ = [
-    "MANIFEST",
-    "SafetensorsWriter",
-    "discard",
-    "locked",
-    "read_manifest",
-    "refuse_inside",
-    "refuse_odd_file",
-    "refuse_occupied",
-    "save_tensors",
-    "staged_folder",
-    "torch_dtype",
-    "verify",
-    "write_manifest",
-    "write_text",
-]

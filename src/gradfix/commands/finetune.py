@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.save import save_like
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.configs import FinetuneConfig, given
 from gradfix.commands.guard import sole_writer

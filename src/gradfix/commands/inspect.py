@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradfix.checkpoints.matched import match_prefix
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
-from gradfix.checkpoints.prefix import match_prefix
-from gradfix.checkpoints.trio import plan_transport
+from gradfix.checkpoints.trio import Trio
 from gradfix.commands.configs import InspectConfig
 from gradfix.errors import GradfixError, UsageError
 
@@ -24,6 +24,7 @@ class Inspection:
     pairs: dict[str, dict[str, Any]] = field(default_factory=dict)
     differences: list[dict[str, str]] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
+    fates: list[dict[str, str]] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -43,6 +44,12 @@ class Inspection:
             out.append((f"differences ({len(self.differences)})", ("tensor", ""), pairs))
         if self.plan:
             out.append(("would be transported", ("", ""), [(k, str(v)) for k, v in self.plan.items()]))
+            told = [(f["tensor"], f["fate"], f["reason"]) for f in self.fates if "reason" in f]
+            if told:
+                shown = told[: None if names else 20]
+                out.append(
+                    (f"otherwise than transported as it is ({len(told)})", ("tensor", "", "why"), shown)
+                )
         if names:
             rows = [(t["name"], t["shape"], t["dtype"], f"{t['tau_norm']:.4g}") for t in self.tensors]
             out.append(("tensors", ("name", "shape", "dtype", "norm of the change"), rows))
@@ -136,12 +143,14 @@ def _comparable(name: str, opened: dict[str, Checkpoint]) -> bool:
 def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
     target = opened.get("target", opened["base"])
     try:
-        plan = plan_transport(opened["base"], opened["tuned"], target, head="skip")
+        trio = Trio.open(opened["base"], opened["tuned"], target, head="skip")
         found.plan = {
-            "transported": len(plan.transported),
-            "copied": len(plan.copied),
-            "only in the fine-tune (see --head)": len(plan.extra),
+            "transported": len(trio.moved),
+            "copied": len(trio.copied),
+            "only in the fine-tune (see --head)": len(trio.heads),
         }
+        found.fates = [{"tensor": name, **fate.as_json()} for name, fate in trio.fates.items()]
+        found.notes += trio.notes
     except GradfixError as error:
         found.notes.append(f"cannot be combined: {error}")
     tuned = found.pairs["base - tuned"]

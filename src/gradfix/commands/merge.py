@@ -24,7 +24,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
 from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
 from gradfix.stream.checkpoint import StreamReport
-from gradfix.system.meter import Meter, nbytes
+from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.scale import ScaleCurve, dialled, search_scale
@@ -254,7 +254,7 @@ class _Run:
         self, settings: dict[str, Any], out: Path, alpha: float, scores: dict[str, dict[str, Any]]
     ) -> StreamReport:
         details = {"recipe": self.recipe.model_dump(mode="json"), "tasks": scores}
-        written = Meter(nbytes(open_checkpoint(self.recipe.target)), self.stage)
+        written = Meter(open_checkpoint(self.recipe.target).nbytes, self.stage)
         return merge_checkpoints(
             **settings, out=out, alpha=alpha, dtype=self.recipe.dtype, overwrite=self.overwrite,
             force=self.recipe.force, details=details, extras=self._extras(list(self.tasks.values())),

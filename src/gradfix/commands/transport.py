@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradfix.checkpoints.folder import device_name, is_target
-from gradfix.checkpoints.lora_out import LoraResult, adapter_for, check_lora, save_lora
+from gradfix.checkpoints.folder import device_name
+from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
-from gradfix.checkpoints.probe import check_probe
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import Asked, asked
@@ -36,12 +35,12 @@ from gradfix.methods.method import Outcome
 from gradfix.methods.opening import lenders_of, open_target, open_tuned
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
-from gradfix.system.meter import Meter, nbytes
-from gradfix.vectors.descent import check_descent
-from gradfix.vectors.diagnostics import mean_loss
+from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
+from gradfix.system.meter import Meter
+from gradfix.tasks.scoring import mean_loss
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.vectors.taskvector import TaskVector
+from gradfix.vectors.taskvector import TaskVector, check_descent
 
 T = TypeVar("T")
 Stage = Callable[[str], None]
@@ -296,7 +295,7 @@ class _Transport:
         common: dict[str, Any] = {
             "target": trio.target, "out": config.out, "overwrite": config.overwrite, "dtype": config.out_dtype,
             "force": config.force, "details": details, "extras": self.bound.save_extras, "alpha": outcome.alpha,
-            "progress": Meter(nbytes(trio.target), self.stage),
+            "progress": Meter(trio.target.nbytes, self.stage),
         }  # fmt: skip
         # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
         streams = masked is not None and masked.align == "none" and not masked.noise

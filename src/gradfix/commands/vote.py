@@ -1,30 +1,41 @@
-"""`gradfix vote`: votes of a target on labelled examples, as a file under on-disk names."""
+"""`gradfix vote`: votes of a target on labelled examples, as a file under on-disk names.
+
+`Vote` is the frame of every vote, from the checks to the file; its subclasses say what differs for several processes
+(`--processes N` starts them, torchrun brings its own), a model split over them, and one that stays on disk."""
 
 from __future__ import annotations
 
+import gc
 import glob
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradfix.checkpoints.folder import device_name, target_fingerprint, versions
-from gradfix.checkpoints.names import NameMap, name_map
-from gradfix.checkpoints.open import open_checkpoint
+from torch import nn
+
+from gradfix.checkpoints.folder import device_name, versions
+from gradfix.checkpoints.identity import target_fingerprint
+from gradfix.checkpoints.names import NameMap
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
 from gradfix.commands.guard import guard_outputs, halving_batches, in_notes
-from gradfix.commands.setting import draw, setting
+from gradfix.commands.setting import Setting, device_of, draw, setting
 from gradfix.data import Row
 from gradfix.data.rows import exact_hash
-from gradfix.errors import UsageError
-from gradfix.system.processes import launched
+from gradfix.errors import OutputError, UsageError
+from gradfix.system.processes import Group, Step, in_processes, joined, launched, report, together
 from gradfix.tasks.base import Bound, Task
-from gradfix.vectors.signvotes import SignVotes
-from gradfix.votes.collect import collect_votes
+from gradfix.vectors.signvotes import SignVotes, votes_to_disk
+from gradfix.votes.collect import collect, collect_votes
+from gradfix.votes.engines.loop import Batches
+from gradfix.votes.resume import PartialVote, PartialVoteInStep
 
-Step = Callable[[int], None]
+ORIGIN = ("task", "shots", "seed", "select", "vote", "engine", "batch_size", "dtype", "pooling",
+          "max_length")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,38 +65,231 @@ def run_vote(config: VoteConfig, progress: Step | None = None) -> VoteResult:
             "--sharded splits the model over processes: give --processes N, or start with torchrun."
         )
     if config.offload is not None:
-        from gradfix.commands.vote_offload import vote_offloaded
+        return OffloadedVote(config, progress).run()
+    if launched():
+        return vote_as_rank(config)
+    if config.processes > 1:
+        notes = in_processes(_notes_of_rank, config, config.processes, progress)
+        return VoteResult(Path(config.out), SignVotes.load(config.out), notes)
+    return Vote(config, progress).run()
 
-        return vote_offloaded(config, progress)
-    if config.processes > 1 or launched():
-        from gradfix.commands.vote_processes import vote_as_rank, vote_in_processes
 
-        return vote_as_rank(config) if launched() else vote_in_processes(config, progress)
-    guard_outputs(config)
-    refuse_odd_file(Path(config.out))
-    start = setting(config)
-    shots = draw(start, config, base=config.base)
-    out = Path(config.out)
-    resume = partial_vote(out) if config.resume else None
-    make_parent(out)
-    with locked(out):
-        bound = start.open(config.target)
-        votes = collect_votes(
-            bound.model,
-            bound.loss,
-            bound.batches(shots.fewshot, config.batch_size),
-            vote=config.vote,  # type: ignore[arg-type]
-            engine=config.engine,
-            checkpoint=resume,
-            identity=asked_of(start.task, bound),
-            where=[row.where for row in shots.fewshot],
-            progress=progress,
+def vote_as_rank(config: VoteConfig) -> VoteResult:
+    """This process's part of the vote. Every process returns the sum; only rank 0 writes it."""
+    with joined() as group:
+        try:
+            config = replace(config, device=group.device(config.device))
+            kind = ShardedVote if config.sharded else ParallelVote
+            return kind(config, group).run()
+        finally:
+            gc.collect()  # FSDP's modules must be gone before their group is
+
+
+def _notes_of_rank(config: VoteConfig) -> tuple[str, ...]:
+    return vote_as_rank(config).notes
+
+
+class Vote:
+    """The model whole, in one process."""
+
+    def __init__(self, config: VoteConfig, progress: Step | None, group: Group | None = None) -> None:
+        self.config, self.progress, self.group = config, progress, group
+        self.out = Path(config.out)
+        self.held = ExitStack()  # locks
+        self.names: NameMap | None = None  # from before the model was taken apart, where it was
+
+    def run(self) -> VoteResult:
+        config = self.config
+        with self.held:
+            with self.together():
+                guard_outputs(config)
+                self.refuse()
+                start = setting(config)
+                shots = draw(start, config, base=config.base)
+                if self.group is None or self.group.leads:
+                    make_parent(self.out)
+                    self.held.enter_context(locked(self.out))
+            with self.together():
+                bound = self.open(start)
+            where = [row.where for row in shots.fewshot]
+            batches = Batches(bound.collate, shots.fewshot, config.batch_size, where)
+            origin = origin_of(config, bound, shots.fewshot)
+            votes = self.collect(bound, batches, asked_of(start.task, bound), origin)
+            saved = self.save(votes, bound, origin)
+            if config.resume:  # on every process: the others may have disks of their own
+                forget_partial_votes(config)
+        return VoteResult(self.out, saved, (*shots.notes, *votes.notes))
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.group is None else together(self.group)
+
+    def refuse(self) -> None:
+        refuse_odd_file(self.out)
+
+    def open(self, start: Setting) -> Bound:
+        return start.open(self.config.target)
+
+    def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
+        """Votes under module names; a partial vote must have asked the same."""
+        return collect_votes(
+            bound.model, bound.loss, batches, self.config.vote, self.config.engine,  # type: ignore[arg-type]
+            checkpoint=partial_vote(self.out) if self.config.resume else None, identity=asked,
+            progress=self.progress,
+        )  # fmt: skip
+
+    def save(self, votes: Any, bound: Bound, origin: Mapping[str, Any]) -> SignVotes:
+        """Write the votes; gives them as they were written, where this process has them."""
+        with self.together():  # nobody forgets its part before the sum is on disk
+            if self.group is None or self.group.leads:
+                votes = on_disk(votes, bound, self.config.target, origin, self.names)
+                votes.save(self.out)
+        found: SignVotes = votes
+        return found
+
+
+class OffloadedVote(Vote):
+    """The votes of the loop engine, on one device; weights are read from disk three times for every sample."""
+
+    def refuse(self) -> None:
+        super().refuse()
+        if self.config.processes > 1 or launched() or self.config.sharded:
+            raise UsageError(
+                "--offload is for one process; several processes split the model with --sharded."
+            )
+        if self.config.vote != "majority":
+            raise UsageError("--vote mean is not there for offloaded models.")
+
+    def open(self, start: Setting) -> Bound:
+        from gradfix.votes.distributed.offload import load_offloaded
+
+        device, limit = device_of(self.config.device), _size(self.config.max_memory)
+        limits = None if limit is None else {"cpu" if device == "cpu" else 0: limit}
+        folder = Path(str(self.config.offload))
+        if folder.exists() and not folder.is_dir():
+            raise OutputError(
+                f"{folder} is a file; give a folder for the weights that do not fit as --offload."
+            )
+        make_parent(folder)
+        self.held.enter_context(locked(folder))  # another vote would overwrite the weights this one reads
+        bound, self.model = _open_built(
+            start, self.config, "--offload", lambda make, source: load_offloaded(make, source, folder, limits)
         )
-        votes = on_disk(votes, bound, config.target, origin_of(config, bound, shots.fewshot))
-        votes.save(out)
-        if resume is not None:
-            forget_partial_votes(config)
-    return VoteResult(out, votes, (*shots.notes, *votes.notes))
+        self.names = self.model.names
+        return bound
+
+    def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
+        from gradfix.votes.distributed.offload import OnDisk
+
+        target = open_checkpoint(self.config.target)
+        identity = repr(("offload", target.identity() or target.fingerprint(), asked, origin))
+        partial = PartialVote(partial_vote(self.out)) if self.config.resume else None
+        votes = OnDisk(bound.model, bound.loss, batches, self.model.ties)
+        return collect(votes, partial, identity, self.progress)
+
+
+class ParallelVote(Vote):
+    """Every process has the model and asks its share of the samples."""
+
+    group: Group
+
+    def __init__(self, config: VoteConfig, group: Group) -> None:
+        super().__init__(config, report, group)
+
+    def refuse(self) -> None:
+        if not self.config.sharded:  # whose votes may be a folder
+            super().refuse()
+        if self.config.vote != "majority":
+            raise UsageError(
+                "--vote mean adds up real numbers, whose sum depends on the order: use one process."
+            )
+
+    def place(self, turn: str = "") -> Path:
+        """Of this process's partial votes."""
+        return partial_vote(self.out, f"{self.group.rank}-of-{self.group.size}.{turn}")
+
+    def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
+        from gradfix.votes.distributed.parallel import InParallel
+
+        votes = InParallel(self.group, bound.model, bound.loss, batches, self.config.engine)
+        partial = PartialVote(self.place()) if self.config.resume else None
+        return collect(votes, partial, asked, self.progress)
+
+
+class ShardedVote(ParallelVote):
+    """No process holds the model: each reads its slices, votes with the others and hands on its slices."""
+
+    def refuse(self) -> None:
+        super().refuse()
+        if self.config.select != "random":
+            raise UsageError("--sharded takes random examples only: choose them first with `gradfix select`.")
+
+    def open(self, start: Setting) -> Bound:
+        from gradfix.votes.distributed.build import build_sharded, mesh_of
+
+        device, recompute = str(self.config.device), self.config.recompute
+        mesh = mesh_of(self.group, device, self.config.replicas)
+        bound, self.model = _open_built(
+            start, self.config, "--sharded",
+            lambda make, source: build_sharded(make, source, mesh, device, recompute=recompute),
+        )  # fmt: skip
+        return bound
+
+    def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
+        from gradfix.votes.distributed.sharded import InShards
+
+        votes = InShards(self.group, self.model.model, self.model.signs, bound.loss, batches)
+        turns = [self.place("a."), self.place("b.")]
+        partial = PartialVoteInStep(self.group, turns) if self.config.resume else None
+        return collect(votes, partial, repr((asked, self.config.replicas, origin)), self.progress)
+
+    def save(self, votes: Any, bound: Bound, origin: Mapping[str, Any]) -> SignVotes:
+        from gradfix.votes.distributed.sharded import save_sharded
+
+        checkpoint = open_checkpoint(self.config.target)
+        with self.together():
+            target = target_fingerprint(checkpoint) if self.group.leads else ""
+        target = self.group.gather(target)[0]
+        save_sharded(self.group, votes, self.model, checkpoint, self.out, target_hash=target, origin=origin)
+        if self.group.leads and self.config.processes == 1:  # torchrun's leader speaks to the user itself
+            return SignVotes.load(self.out)
+        return SignVotes({}, votes.count, target_hash=target)
+
+
+def _open_built(
+    start: Setting,
+    config: VoteConfig,
+    option: str,
+    build: Callable[[Callable[[], nn.Module], Checkpoint], Any],
+) -> tuple[Bound, Any]:
+    """The target with a model of `build` in place of its own loader's, and what `build` gave."""
+    from gradfix.tasks.loading import BUILDER
+
+    built: list[Any] = []
+
+    def builder(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
+        built.append(build(make, checkpoint))
+        model: nn.Module = built[-1].model
+        return model
+
+    token = BUILDER.set(builder)
+    try:
+        bound = start.open(config.target)
+    finally:
+        BUILDER.reset(token)
+    if len(built) != 1:
+        raise UsageError(f"{option} knows transformers models only, not those of {config.target}.")
+    return bound, built[0]
+
+
+def _size(text: str | None) -> str | None:
+    from accelerate.utils.modeling import convert_file_size_to_int
+
+    try:
+        if text is not None and convert_file_size_to_int(text) < 1:
+            raise ValueError(text)
+    except ValueError:
+        raise UsageError(f"--max-memory must be a size such as 20GiB or 500MB, got {text!r}.") from None
+    return text
 
 
 def asked_of(task: Task, bound: Bound) -> str:
@@ -95,22 +299,10 @@ def asked_of(task: Task, bound: Bound) -> str:
 
 def origin_of(config: VoteConfig, bound: Bound, fewshot: Sequence[Row]) -> dict[str, Any]:
     """What the bits of these votes depend on besides the target: settings, examples, device, versions."""
-    names = (
-        "task",
-        "shots",
-        "seed",
-        "select",
-        "vote",
-        "engine",
-        "batch_size",
-        "dtype",
-        "pooling",
-        "max_length",
-    )
     examples = hashlib.sha256("".join(f"{exact_hash(row)}\n" for row in fewshot).encode())
     device = next(bound.model.parameters()).device
     return {
-        "settings": {name: getattr(config, name) for name in names},
+        "settings": {name: getattr(config, name) for name in ORIGIN},
         "examples": examples.hexdigest(),
         "device": device_name(device),
         **versions(),
@@ -128,14 +320,6 @@ def on_disk(
 
     `names` are those from before the model was taken apart, where it was."""
     checkpoint = open_checkpoint(target)
-    mapping = names or name_map(bound.model, checkpoint.names())
-    tensors = mapping.to_disk({name: tensor.cpu() for name, tensor in votes.items()})
-    return SignVotes(
-        {name: tensor for name, tensor in tensors.items() if name in checkpoint},
-        votes.count,
-        rule=votes.rule,
-        target_hash=target_fingerprint(checkpoint),
-        probe={},
-        notes=votes.notes,
-        origin=votes.origin if origin is None else origin,
-    )
+    named = votes_to_disk(votes, names or bound.model, checkpoint)
+    origin = votes.origin if origin is None else origin
+    return named.changed(named, target_hash=target_fingerprint(checkpoint), probe={}, origin=origin)

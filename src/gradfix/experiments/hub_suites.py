@@ -18,8 +18,8 @@ import torch
 
 from gradfix._version import __version__
 from gradfix.align import align
+from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.save import save_like
 from gradfix.data import Dataset
 from gradfix.experiments import paper
 from gradfix.experiments.paper import Declared

@@ -28,13 +28,14 @@ from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.methods.workfolder import digest
 from gradfix.registry import Registry
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.diagnostics import sign_agreement
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.selection import select
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
-from gradfix.votes.collect import collect_votes, left_as_it_was
+from gradfix.votes.collect import collect_votes
 
 Answer = dict[str, Any]
 

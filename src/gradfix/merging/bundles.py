@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import CHUNK
+from gradfix.checkpoints.weights import CHUNK
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class PiecePlace:
     """Which piece of which tensor."""
 
     name: str
@@ -59,7 +59,7 @@ class Bundle(ABC):
         return sum(math.prod(self.shapes[n]) for n in names)
 
 
-Rule = Callable[[Place, list[Tensor]], Tensor]
+Rule = Callable[[PiecePlace, list[Tensor]], Tensor]
 Density = float | Sequence[float]
 DENSITY = (0.2,)  # for every vector
 

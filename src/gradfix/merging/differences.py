@@ -1,29 +1,36 @@
-"""Task vectors that are never held: differences of files, read side by side and masked on the way.
+"""Task vectors that are never held: differences of files, read side by side, masked on the way, combined by a rule.
 
 Every distinct file is read once per walk, however many vectors share it. The arithmetic runs in worker
-threads a few pieces ahead of the reader; pieces arrive in order."""
+threads a few pieces ahead of the reader; pieces arrive in order. As what a stream adds to the target, the files are
+hashed and every vector is counted on the way; an interrupted run finds its counts in the journal."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import CHUNK, Checkpoint
-from gradfix.checkpoints.trio import Plan
-from gradfix.merging.bundles import Bundle
+from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.trio import Fates, Trio
+from gradfix.checkpoints.weights import CHUNK, Checkpoint
+from gradfix.errors import CorruptInput, UnsafeResult
+from gradfix.merging.bundles import Bundle, Merge, PiecePlace, Rule
 from gradfix.stream.ballot import Ballot
-from gradfix.stream.pieces import Buffers
+from gradfix.stream.checkpoint import LEAST_KEPT
+from gradfix.stream.pieces import Buffers, all_finite, nonzeros
+from gradfix.stream.updates import Counts, Piece, Update, total
 from gradfix.system.threads import PieceWorkers, ahead
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.vectors.transported import mask_piece
+from gradfix.vectors.taskvector import MAX_NORM_RATIO, not_a_fine_tune
+from gradfix.vectors.transported import mask_piece, share
 
+MIXED_UP = "Check the base and tuned of this vector; force goes on all the same."
 SPAN = 2  # pieces of every file read at a time
 
 T = TypeVar("T")
@@ -31,34 +38,60 @@ Votes = SignVotes | str | os.PathLike[str]
 
 
 @dataclass
-class Side:
-    """One opened vector."""
+class OpenVector:
+    """One vector of a merge: its trio, its task's votes, and the mask they make."""
 
-    base: Checkpoint
-    tuned: Checkpoint
+    trio: Trio
     votes: Votes | None
-    vocabulary: Mapping[str, Any]  # how token rows were matched, where they had to be
     ballot: Ballot | None = None
+
+    @property
+    def base(self) -> Checkpoint:
+        return self.trio.base
+
+    @property
+    def tuned(self) -> Checkpoint:
+        return self.trio.tuned
 
     def identity(self) -> Any:
         """By what an interrupted run recognises the vector again; None where it cannot."""
         parts = [self.base.identity(), self.tuned.identity()]
         return None if None in parts else [*parts, self.ballot and self.ballot.identity()]
 
+    def judge(self, count: Counts, target: Checkpoint, hashes: InputHashes, force: bool) -> dict[str, Any]:
+        """Refuse what is no fine-tune of its base or what a mask emptied; say what became of the vector."""
+        ratio = count.norm_ratio()
+        if count.nonzero == 0:
+            raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: its task vector is zero.")
+        if ratio > MAX_NORM_RATIO and not force:
+            raise not_a_fine_tune(self.base, self.tuned, ratio, target, advice=MIXED_UP)
+        if self.ballot is not None:
+            self.ballot.require(target, hashes)
+        if count.kept < LEAST_KEPT * count.nonzero and not force:
+            raise UnsafeResult(
+                f"the mask keeps {count.kept / count.nonzero:.2%} of {self.tuned}: nothing to speak of is left. "
+                "More examples or the veto mask may help; force goes on all the same."
+            )
+        kept = share(count.kept, count.nonzero)
+        return {"tuned": str(self.tuned), "kept": kept, "norm_ratio": ratio, **self.trio.vocabulary}
+
 
 class Differences(Bundle):
     """The vectors as differences read from files, masked by their ballots where they have one."""
 
-    def __init__(self, sides: list[Side], plan: Plan, counting: Callable[[int], None] | None = None) -> None:
-        self.sides, self.pool, self.counting = sides, PieceWorkers(), counting
-        self.count = len(sides)
-        names = [name for name in plan.transported if name not in plan.tied]
-        self.shapes = {name: sides[0].base.info(name).shape for name in names}
-        kinds = {c.info(n).dtype for side in sides for c in (side.base, side.tuned) for n in names}
+    def __init__(
+        self, vectors: list[OpenVector], fates: Fates, counting: Callable[[int], None] | None = None
+    ) -> None:
+        self.vectors, self.pool, self.counting = vectors, PieceWorkers(), counting
+        self.count = len(vectors)
+        tied = fates.tied
+        names = [name for name in fates.moved if name not in tied]
+        self.shapes = {name: vectors[0].base.info(name).shape for name in names}
+        kinds = {c.info(n).dtype for vector in vectors for c in (vector.base, vector.tuned) for n in names}
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
-        walk = self._heard([name], size)
+        walk = self._walked([name], size)
         return ahead(self.pool, lambda raw: self.all_shown(raw, self.deltas(self.widened(raw))), walk)
 
     def measured(self, measure: Callable[[list[Tensor]], T], name: str | None = None) -> Iterator[T]:
@@ -71,9 +104,9 @@ class Differences(Bundle):
         def work(stretch: Raw) -> list[T]:
             return [measure(shown(raw)) for raw in stretch.parts(CHUNK)]
 
-        return chain.from_iterable(ahead(self.pool, work, self._heard(names, SPAN * CHUNK)))
+        return chain.from_iterable(ahead(self.pool, work, self._walked(names, SPAN * CHUNK)))
 
-    def _heard(self, names: Iterable[str], size: int) -> Iterator[Raw]:
+    def _walked(self, names: Iterable[str], size: int) -> Iterator[Raw]:
         """A walk for a method's statistics; `counting` hears how many bytes of the files went by."""
         for name in names:
             for raw in self.raw(name, size, lambda source, name=name: source.chunks(name, size)):  # type: ignore[misc]
@@ -83,11 +116,11 @@ class Differences(Bundle):
 
     def raw(self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]) -> Iterator[Raw]:
         """Every distinct file once, and what each mask is shown."""
-        sources = {id(c): c for side in self.sides for c in (side.base, side.tuned)}
+        sources = {id(c): c for vector in self.vectors for c in (vector.base, vector.tuned)}
         entries = math.prod(self.shapes[name])
         ballots = [
-            s.ballot.pieces(name, entries, size) if s.ballot and s.ballot.has(name) else None
-            for s in self.sides
+            v.ballot.pieces(name, entries, size) if v.ballot and v.ballot.has(name) else None
+            for v in self.vectors
         ]
         for pieces in zip(*(read(source) for source in sources.values()), strict=True):
             seen = [None if ballot is None else next(ballot) for ballot in ballots]
@@ -102,7 +135,7 @@ class Differences(Bundle):
 
     def deltas(self, wide: Mapping[int, Tensor], room: Buffers | None = None) -> list[Tensor]:
         """Per vector the difference of its two files."""
-        pairs = [(wide[id(side.tuned)], wide[id(side.base)]) for side in self.sides]
+        pairs = [(wide[id(vector.tuned)], wide[id(vector.base)]) for vector in self.vectors]
         if room is None or self.dtype is torch.float64:
             return [tuned - base for tuned, base in pairs]
         rooms = [room.empty(f"delta {i}", len(base), self.dtype) for i, (_, base) in enumerate(pairs)]
@@ -110,14 +143,14 @@ class Differences(Bundle):
 
     def all_shown(self, raw: Raw, deltas: list[Tensor]) -> list[Tensor]:
         """What the masks leave of the differences."""
-        return [self._shown(*parts) for parts in zip(self.sides, deltas, raw.seen, strict=True)]
+        return [self._shown(*parts) for parts in zip(self.vectors, deltas, raw.seen, strict=True)]
 
-    def _shown(self, side: Side, delta: Tensor, seen: Tensor | None) -> Tensor:
-        if side.ballot is None:
+    def _shown(self, vector: OpenVector, delta: Tensor, seen: Tensor | None) -> Tensor:
+        if vector.ballot is None:
             return delta.to(self.dtype)
         if seen is None:
             return torch.zeros_like(delta, dtype=self.dtype)
-        return mask_piece(side.ballot.rule, delta, seen, side.ballot.options).to(self.dtype)
+        return mask_piece(vector.ballot.rule, delta, seen, vector.ballot.options).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -133,3 +166,109 @@ class Raw:
             here = slice(first, first + size)
             seen = [None if votes is None else votes[here] for votes in self.seen]
             yield Raw({key: piece[here] for key, piece in self.pieces.items()}, seen)
+
+
+class Combined(Update):
+    """The merged update, piece by piece; `count` says afterwards what was seen of a vector."""
+
+    def __init__(
+        self, bundle: Differences, method: Merge, rule: Rule, hashes: InputHashes, settings: list[Any]
+    ) -> None:
+        self.bundle, self.method, self.rule, self.hashes = bundle, method, rule, hashes
+        self.settings = settings  # what the rule was made with
+        self.room = Buffers()
+        self.cheap = "density" not in method.options  # to trim or to draw is more work than to add
+        self._counts: dict[str, list[Counts]] = {}
+
+    def piece_size(self, name: str) -> int:
+        return SPAN * self.rule_size(name)
+
+    def rule_size(self, name: str) -> int:
+        """The entries a rule is shown at a time."""
+        return self.method.piece_size(self.bundle.shapes[name])
+
+    def pieces(self, name: str) -> Iterator[Piece]:
+        size = self.piece_size(name)
+        walk = self.bundle.raw(name, size, lambda source: self.hashes.chunks(source, name, size))
+        for number, raw in enumerate(walk):
+            yield _Combination(self, name, number * SPAN, raw)
+
+    def computed(self, name: str, piece: Piece) -> None:
+        assert isinstance(piece, _Combination)
+        counts = self._counts.setdefault(name, [Counts() for _ in self.bundle.vectors])
+        for whole, part in zip(counts, piece.counts, strict=True):
+            whole.add(part)
+
+    def facts(self, name: str) -> Any:
+        return [asdict(count) for count in self._counts[name]]
+
+    def recall(self, name: str, facts: Any) -> None:
+        self._counts[name] = [Counts(**count) for count in facts]
+
+    def count(self, vector: int) -> Counts:
+        """What was seen of one vector: entries that differ, those its mask kept, and the squares."""
+        return total(counts[vector] for counts in self._counts.values())
+
+    def identity(self) -> Any:
+        parts = [vector.identity() for vector in self.bundle.vectors]
+        return None if None in parts else [self.settings, parts]
+
+    def judge(self, whole: Counts, target: Checkpoint, force: bool) -> dict[str, Any]:
+        judged = [
+            vector.judge(self.count(number), target, self.hashes, force)
+            for number, vector in enumerate(self.bundle.vectors)
+        ]
+        return {**super().judge(whole, target, force), "vectors": judged}
+
+    def read(self, name: str) -> Tensor:
+        """The merged update of a whole tensor."""
+        blocks = ahead(self.bundle.pool, lambda piece: torch.cat(list(piece.blocks())), self.pieces(name))
+        return torch.cat([torch.empty(0, dtype=self.bundle.dtype), *blocks]).view(self.bundle.shapes[name])
+
+
+class _Combination(Piece):
+    """The same stretch of all files, shown to the rule in parts."""
+
+    def __init__(self, owner: Combined, name: str, index: int, raw: Raw) -> None:
+        self.owner, self.name, self.index, self.raw = owner, name, index, raw
+        self.counts = [Counts() for _ in owner.bundle.vectors]
+
+    def blocks(self) -> Iterator[Tensor]:
+        shape = self.owner.bundle.shapes[self.name]
+        for index, part in enumerate(self.raw.parts(self.owner.rule_size(self.name)), self.index):
+            yield self.owner.rule(PiecePlace(self.name, shape, index), self._shown(part))
+
+    def _shown(self, part: Raw) -> list[Tensor]:
+        """What the masks leave of the vectors, counted."""
+        bundle, room = self.owner.bundle, self.owner.room
+        wide = bundle.widened(part, room)
+        bases = {id(vector.base): wide[id(vector.base)] for vector in bundle.vectors}
+        squares = {key: float(torch.dot(base, base)) for key, base in bases.items()}
+        deltas = bundle.deltas(wide, room)
+        shown = bundle.all_shown(part, deltas)
+        for place, vector in enumerate(bundle.vectors):
+            counted = self._counted(vector, part, deltas[place], shown[place])
+            counted.base_square = squares[id(vector.base)]
+            self.counts[place].add(counted)
+        return shown
+
+    def _counted(self, vector: OpenVector, part: Raw, delta: Tensor, left: Tensor) -> Counts:
+        square = float(torch.dot(delta, delta))
+        if not math.isfinite(square):
+            self._blame(vector, part)
+        if vector.ballot is not None:
+            return Counts(nonzeros(delta), nonzeros(left), tau_square=square)
+        # Nothing is dropped, and a square above zero says that there is something.
+        nonzero = delta.numel() if square > 0 else nonzeros(delta)
+        return Counts(nonzero, nonzero, tau_square=square)
+
+    def _blame(self, vector: OpenVector, part: Raw) -> None:
+        for checkpoint in (vector.base, vector.tuned):
+            if not all_finite(part.pieces[id(checkpoint)]):
+                raise CorruptInput(
+                    f"tensor {self.name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it."
+                )
+
+    def suspects(self) -> list[tuple[Checkpoint, Tensor]]:
+        """The vectors have been checked while they were counted."""
+        return []

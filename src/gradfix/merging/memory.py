@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.probe import common_target
+from gradfix.checkpoints.identity import common_target
 from gradfix.errors import IncompatibleCheckpoints, UsageError
-from gradfix.merging.bundles import Bundle, Density, Place
+from gradfix.merging.bundles import Bundle, Density, PiecePlace
 from gradfix.merging.rules import MERGES
 from gradfix.system.threads import one_thread
 from gradfix.vectors.signvotes import SignVotes, dtype_for
@@ -44,7 +44,7 @@ def merge(
     merged: dict[str, Tensor] = {}
     for name, shape in bundle.shapes.items():
         flat = [
-            rule(Place(name, shape, index), pieces)
+            rule(PiecePlace(name, shape, index), pieces)
             for index, pieces in enumerate(bundle.pieces(name, chosen.piece_size(shape)))
         ]
         merged[name] = torch.cat(flat).view(shape) if flat else torch.zeros_like(vectors[0][name])

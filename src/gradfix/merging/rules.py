@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradfix.errors import UnsafeResult, UsageError
-from gradfix.merging.bundles import DENSITY, Bundle, Merge, Place, Rule, row_length
+from gradfix.merging.bundles import DENSITY, Bundle, Merge, PiecePlace, Rule, row_length
 from gradfix.merging.ranks import magnitudes_at
 from gradfix.registry import Registry, unknown
 from gradfix.vectors.transported import chance
@@ -70,7 +70,7 @@ def ties(
         return lambda place, pieces: _elected(pieces, weights, election, normalize)
     floors = _levels(bundle, per_tensor, lambda vector, entries: [_kept(density, vector, entries)])
 
-    def rule(place: Place, pieces: list[Tensor]) -> Tensor:
+    def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
         levels = floors(place.name)
         trimmed = [_at_least(piece, floor) for piece, (floor,) in zip(pieces, levels, strict=True)]
         return _elected(trimmed, weights, election, normalize)
@@ -91,7 +91,7 @@ def dare_linear(
 
     Their drop rate is 1 - density. `rescale=False` leaves the survivors as they are."""
 
-    def rule(place: Place, pieces: list[Tensor]) -> Tensor:
+    def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
         return _sum(_scaled(_dropped(place, pieces, density, seed, rescale), weights))
 
     return rule
@@ -111,7 +111,7 @@ def dare_ties(
     """DARE's random drop and rescale in the place of TIES's trim, then TIES's election and disjoint mean."""
     _check_election(election)
 
-    def rule(place: Place, pieces: list[Tensor]) -> Tensor:
+    def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
         dropped = _dropped(place, pieces, density, seed, rescale)
         return _elected(dropped, weights, election, normalize)
 
@@ -142,7 +142,7 @@ def breadcrumbs(
 
     bounds = _levels(bundle, per_tensor, ends)
 
-    def rule(place: Place, pieces: list[Tensor]) -> Tensor:
+    def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
         kept = []
         for piece, (top, floor) in zip(pieces, bounds(place.name), strict=True):
             size = piece.abs()
@@ -176,7 +176,7 @@ def della(
                 f"got density {share} and epsilon {epsilon}."
             )
 
-    def rule(place: Place, pieces: list[Tensor]) -> Tensor:
+    def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
         length = row_length(place.shape)
         pruned = []
         for vector, (piece, share) in enumerate(zip(pieces, density, strict=True)):
@@ -291,13 +291,13 @@ def _levels(
     return found.__getitem__
 
 
-def _uniform(place: Place, vector: int, piece: Tensor, seed: int) -> Tensor:
+def _uniform(place: PiecePlace, vector: int, piece: Tensor, seed: int) -> Tensor:
     draw = chance(seed, f"{vector}\0{place.name}", place.index).random(piece.numel(), dtype="float32")
     return torch.from_numpy(draw).to(piece.device)
 
 
 def _dropped(
-    place: Place, pieces: list[Tensor], density: Sequence[float], seed: int, rescale: bool
+    place: PiecePlace, pieces: list[Tensor], density: Sequence[float], seed: int, rescale: bool
 ) -> list[Tensor]:
     kept = []
     for vector, (piece, share) in enumerate(zip(pieces, density, strict=True)):

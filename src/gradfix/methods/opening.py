@@ -18,7 +18,8 @@ import torch
 from gradfix._version import __version__
 from gradfix.align import align
 from gradfix.checkpoints.folder import is_side_file
-from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
+from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, UsageError

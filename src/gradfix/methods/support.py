@@ -16,6 +16,7 @@ from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.collect import collect_gradient, collect_votes
+from gradfix.votes.engines.loop import Batches
 
 if TYPE_CHECKING:
     from gradfix.methods.trial import Trial
@@ -94,12 +95,12 @@ class Support:
 
     def _vote(self, number: int) -> SignVotes:
         trial, part = self.trial, self.parts[number]
-        batches = trial.bound.batches(part, trial.passes.batch_size)
+        where = [str(getattr(example, "where", f"example {n}")) for n, example in enumerate(part, 1)]
+        batches = Batches(trial.bound.collate, part, trial.passes.batch_size, where)
         partial = trial.store.partial(self._key("votes", number))
         votes = collect_votes(
-            trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial,
-            where=None if partial is None else [getattr(example, "where", "") for example in part],
-        )  # fmt: skip
+            trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial
+        )
         trial.bill.own += Work(forward=len(part), backward=len(part))
         return votes
 

@@ -16,11 +16,12 @@ from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.search import Score, View
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
+from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.best import Best, best
 from gradfix.training.costs import Work
 from gradfix.training.finetuning import finetune, tune
-from gradfix.training.steps import change, restored
+from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply

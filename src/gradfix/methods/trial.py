@@ -21,11 +21,11 @@ from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View
 from gradfix.methods.support import Support
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.training.costs import Work
 from gradfix.vectors.scale import Dial, dialled
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.votes.collect import left_as_it_was
 
 Regime = Literal["validation", "few_shot"]
 CACHE_BYTES = 2**30

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.folder import comparable, is_target, target_fingerprint
-from gradfix.checkpoints.input_hashes import InputHashes
-from gradfix.checkpoints.open import CHUNK, Checkpoint, SafetensorsCheckpoint, open_checkpoint
-from gradfix.checkpoints.probe import check_probe, common_target
+from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.identity import check_probe, common_target, comparable, is_target, target_fingerprint
+from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from gradfix.checkpoints.trio import Plan
+from gradfix.checkpoints.trio import Fates
+from gradfix.checkpoints.weights import Checkpoint, SafetensorsCheckpoint
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.stream.pieces import recut
 from gradfix.vectors.masks import MASKS, Mask
@@ -55,7 +55,7 @@ class Ballot:
         mask: str,
         margin: float | None,
         seed: int | None,
-        plan: Plan,
+        fates: Fates,
         target: Checkpoint,
     ) -> None:
         self.mask, self.seed = mask, seed
@@ -64,7 +64,7 @@ class Ballot:
         self.count, self.target_hash = 0, None
         self.origin: dict[str, Any] = {}
         self.copies: dict[str, list[str]] = {}  # of a tied tensor, under the name of its first
-        for copy, first in plan.tied.items():
+        for copy, first in fates.tied.items():
             self.copies[copy] = self.copies.setdefault(first, [first])
             self.copies[first].append(copy)
         if self.rule.sees == "reference":
@@ -83,9 +83,9 @@ class Ballot:
         self.count, self.target_hash, self.origin = about.count, about.target_hash, about.origin
         check_probe(about.probe, target)
         self.options = mask_options(mask, SignVotes({}, self.count), margin)
-        self._check_names(plan, target)
+        self._check_names(fates, target)
 
-    def _check_names(self, plan: Plan, target: Checkpoint) -> None:
+    def _check_names(self, fates: Fates, target: Checkpoint) -> None:
         assert self.source is not None
         strangers = sorted(set(self.source.names()) - set(target.names()))
         if strangers:
@@ -99,7 +99,7 @@ class Ballot:
                     f"votes for {name!r} are {list(self.source.info(name).shape)}, the target's tensor is "
                     f"{list(target.info(name).shape)}."
                 )
-        if not set(self.source.names()) & set(plan.transported):
+        if not set(self.source.names()) & set(fates.moved):
             raise IncompatibleCheckpoints(f"the votes cover none of the tensors of {target}.")
 
     def identity(self) -> list[Any]:
@@ -190,9 +190,6 @@ class _Consensus(Checkpoint):
         parts = [task.source.identity() for task in self.tasks]
         return None if None in parts else parts
 
-    def read(self, name: str) -> Tensor:
-        return torch.cat(list(self.chunks(name))).view(self.info(name).shape)
-
-    def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        for pieces in zip(*(task.source.chunks(name, elements) for task in self.tasks), strict=True):
-            yield torch.stack([piece.sign().to(self.dtype) for piece in pieces]).sum(0, dtype=self.dtype)
+    def span(self, name: str, first: int, count: int) -> Tensor:
+        signs = [task.source.span(name, first, count).sign().to(self.dtype) for task in self.tasks]
+        return torch.stack(signs).sum(0, dtype=self.dtype)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from gradfix.vectors.masks import USUAL_MASK
+
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~&])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 _CACHED = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
@@ -166,7 +168,7 @@ def _mask(manifest: Mapping[str, Any]) -> object:
     )
     if written != "none" or not command or _method(manifest) is not None:
         return written
-    return command.get("mask", "agree")
+    return command.get("mask", USUAL_MASK)
 
 
 def _inputs(manifest: Mapping[str, Any]) -> str:

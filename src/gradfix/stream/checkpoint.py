@@ -1,13 +1,15 @@
-"""Transport from folder to folder, in flat pieces: memory stays flat whatever the model's size.
+"""From folder to folder, in flat pieces: memory stays flat whatever the model's size.
 
 Every input is read once, in the target's file order, and hashed on the way. The output has the target's
-shards, names, dtypes, config and tokenizer files, and a manifest with the fate of every tensor."""
+shards, names, dtypes, config and tokenizer files, and a manifest with the fate of every tensor. A transport, a merge
+and an update that is there already are thin over the same `write_stream`."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +17,76 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.folder import copy_side_files, layout_of, versions, write_index
-from gradfix.checkpoints.input_hashes import InputHashes
-from gradfix.checkpoints.journal import journal_key
-from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
-from gradfix.checkpoints.prefix import match_prefix
+from gradfix.checkpoints.hashes import InputHashes
+from gradfix.checkpoints.interrupted import journal_key
+from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
-from gradfix.checkpoints.trio import Plan, plan_transport
-from gradfix.checkpoints.vocabulary import match_vocabulary
+from gradfix.checkpoints.trio import Fate, Fates, TensorFate, Trio
+from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.checkpoints.write import refuse_inside, staged_folder, torch_dtype, write_manifest
-from gradfix.checkpoints.zeros import Zeros
-from gradfix.errors import UnsafeResult
+from gradfix.errors import UnsafeResult, UsageError
+from gradfix.registry import unknown
 from gradfix.stream.ballot import Ballot, OpenVotes
 from gradfix.stream.card import card
-from gradfix.stream.counts import Fate, total
-from gradfix.stream.mover import Mover
 from gradfix.stream.pipeline import Content, Pipeline
-from gradfix.stream.tied import TiedUpdate
-from gradfix.stream.updates import Difference, Update
-from gradfix.vectors.descent import MAX_NORM_RATIO, stranger
+from gradfix.stream.updates import Counts, Difference, Mover, Ready, TiedUpdate, Update, total
+from gradfix.vectors.masks import USUAL_MASK
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.transported import add_scaled, share
 
 LEAST_KEPT = 0.01
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes and in which form; `details` go into the manifest, `extras(staging)` may add files.
+
+    `force` writes what looks wrong all the same; `progress` hears the bytes written."""
+
+    out: str | os.PathLike[str]
+    dtype: str | torch.dtype | None = None
+    overwrite: bool = False
+    force: bool = False
+    details: Mapping[str, Any] | None = None
+    extras: Callable[[Path], None] | None = None
+    progress: Callable[[int], None] | None = None
+
+    @classmethod
+    def sorted_out(
+        cls, out: str | os.PathLike[str], options: dict[str, Any], own: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Output]:
+        """The options that are the caller's `own` (with their defaults), and all others as an output."""
+        known = [each.name for each in fields(cls) if each.name != "out"]
+        for name in options:
+            if name not in own and name not in known:
+                raise UsageError(unknown("option", name, [*own, *known]))
+        mine = {name: options.get(name, default) for name, default in own.items()}
+        return mine, cls(out, **{name: value for name, value in options.items() if name in known})
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is written: the target, what is added to it, and who brings the heads that are copied."""
+
+    target: Checkpoint
+    fates: Fates
+    update: Update
+    ballot: Ballot
+    alpha: float
+    hashes: InputHashes
+    inputs: Mapping[str, Checkpoint]  # by role, for the manifest
+    heads: Mapping[str, Checkpoint] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "transport"
+
+    def source(self, name: str) -> Checkpoint:
+        """A head that is copied comes from the fine-tune, everything else from the target."""
+        return self.heads[name] if self.fates[name].fate is Fate.HEAD_COPIED else self.target
+
+    def identity(self) -> list[Any]:
+        heads = [(name, self.fates[name].kind) for name in self.fates.heads]
+        return [self.update.identity(), self.target.identity(), self.ballot.identity(), self.alpha, heads]
 
 
 @dataclass(frozen=True)
@@ -62,56 +112,30 @@ def transport_checkpoint(
     target: Source | Checkpoint,
     out: str | os.PathLike[str],
     votes: SignVotes | OpenVotes | str | os.PathLike[str] | None = None,
-    mask: str = "agree",
+    mask: str = USUAL_MASK,
     alpha: float = 1.0,
-    margin: float | None = None,
-    seed: int | None = None,
-    head: str = "error",
-    strict: bool = False,
-    dtype: str | torch.dtype | None = None,
-    overwrite: bool = False,
-    force: bool = False,
-    details: Mapping[str, Any] | None = None,
-    extras: Callable[[Path], None] | None = None,
-    inputs: Mapping[str, Checkpoint] | None = None,
-    hashes: InputHashes | None = None,
-    update: Update | None = None,
-    plan: Plan | None = None,
-    kind: str = "transport",
-    progress: Callable[[int], None] | None = None,
+    **options: Any,
 ) -> StreamReport:
     """Write `target + alpha * mask(tuned - base)` as a folder the ecosystem's own loader reads.
 
-    `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none.
-    `extras(staging)` may add files; `details` go into the manifest. A merge makes its own `plan` and `update`,
-    and hands in the `hashes` it reads its files through."""
+    `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none. Further options:
+    `margin` and `seed` of the mask; `head` ("error", "copy" or "skip") for tensors that only the fine-tune has, `strict`
+    to refuse every tensor that not all three share; `dtype`, `overwrite`, `force`, `details` and `inputs` by
+    role (for the manifest), `extras(staging)` (may add files) and `progress(bytes)` of the output."""
+    defaults = {"margin": None, "seed": None, "head": "error", "strict": False, "inputs": None}
+    own, output = Output.sorted_out(out, options, defaults)
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
-    out = Path(out)
-    refuse_inside(out, [before.path, after.path, goal.path, votes])
-    before, after = match_prefix(before, goal), match_prefix(after, goal)
-    before, after, vocabulary = match_vocabulary(before, after, goal)
-    plan = plan or plan_transport(before, after, goal, head=head, strict=strict)
-    ballot = Ballot(votes, mask, margin, seed, plan, goal)
-    hashes = hashes or InputHashes([before, after, goal])
-    job = _Job(
-        before, after, goal, plan, ballot, float(alpha), torch_dtype(dtype) if isinstance(dtype, str) else dtype,
-        hashes, update or Difference(before, after, hashes),
+    refuse_inside(Path(out), [before.path, after.path, goal.path, votes])
+    trio = Trio.open(before, after, goal, head=own["head"], strict=own["strict"])
+    roles = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
+    hashes = InputHashes(list(roles.values()))
+    stream = Stream(
+        trio.target, trio.fates, Difference(trio.base, trio.tuned, hashes),
+        Ballot(votes, mask, own["margin"], own["seed"], trio.fates, trio.target), float(alpha), hashes,
+        own["inputs"] or roles, heads=dict.fromkeys(trio.heads, trio.tuned), notes=trio.notes, details=trio.vocabulary,
     )  # fmt: skip
-    need = sum(job.out_info(name).nbytes for name in goal.names()) + 2**20
-    key = journal_key((before, after, goal), ballot.identity(), job.alpha, job.dtype, head, strict)
-    with staged_folder(out, overwrite=overwrite, need_bytes=need, key=key) as staging:
-        written = job.write(staging, progress)
-        copy_side_files(goal, staging)
-        if extras is not None:
-            extras(staging)
-        report = job.report(out, force)
-        roles = inputs or {"base": before, "tuned": after, "target": goal}
-        content = job.manifest(report, roles, {**(details or {}), **vocabulary})
-        content = {"format": 1, "kind": kind, **content}
-        (staging / "README.md").write_text(card(content), encoding="utf-8")
-        write_manifest(staging, content, written)
-    return report
+    return write_stream(stream, output)
 
 
 def write_update(
@@ -126,114 +150,116 @@ def write_update(
 ) -> StreamReport:
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest.
 
-    `head` holds tensors that the target lacks: they are written with what the update changes in them."""
+    `head` holds tensors that the target lacks: they are written with what the update changes in them. Further options
+    are those of the output, as in `transport_checkpoint`."""
+    _, output = Output.sorted_out(out, options, {})
+    goal = open_checkpoint(target)
+    refuse_inside(Path(out), [goal.path])
     lent = dict(head or {})
     moved = {name: delta for name, delta in update.items() if name not in lent}
     for name in lent.keys() & update.keys():
         lent[name] = lent[name].clone()
         add_scaled(lent[name], update[name], alpha)
-    return transport_checkpoint(
-        base=Zeros(open_checkpoint(moved)),
-        tuned=open_checkpoint({**moved, **lent}),
-        target=target,
-        out=out,
-        mask="none",
-        alpha=alpha,
-        inputs=inputs,
-        head="copy" if lent else "error",
-        **options,
-    )
+    trio = Trio.open(moved, {**moved, **lent}, goal, head="copy" if lent else "error")  # by names and shapes
+    stream = Stream(
+        goal, trio.fates, Ready(trio.tuned), Ballot(None, "none", None, None, trio.fates, goal), float(alpha),
+        InputHashes([goal]), dict(inputs or {"target": goal}), heads=dict.fromkeys(trio.heads, trio.tuned),
+        notes=goal.notes,
+    )  # fmt: skip
+    return write_stream(stream, output)
 
 
-class _Job:
+def write_stream(stream: Stream, output: Output) -> StreamReport:
+    """Write everything, complete or not at all; an interrupted run goes on after its last whole tensor."""
+    return _Pass(stream, output).run()
+
+
+class _Pass:
     """One pass over all tensors."""
 
-    def __init__(
-        self,
-        base: Checkpoint,
-        tuned: Checkpoint,
-        target: Checkpoint,
-        plan: Plan,
-        ballot: Ballot,
-        alpha: float,
-        dtype: torch.dtype | None,
-        hashes: InputHashes,
-        update: Update,
-    ) -> None:
-        self.base, self.tuned, self.target, self.plan = base, tuned, target, plan
-        self.ballot, self.alpha, self.dtype, self.hashes = ballot, alpha, dtype, hashes
-        self.pipeline = Pipeline(TiedUpdate(update, plan.tied), Mover(ballot, alpha), hashes)
-        self.wanted = set(plan.transported)
+    def __init__(self, stream: Stream, output: Output) -> None:
+        self.stream, self.output = stream, output
+        self.dtype = torch_dtype(output.dtype) if isinstance(output.dtype, str) else output.dtype
+        mover = Mover(stream.ballot, stream.alpha)
+        self.pipeline = Pipeline(TiedUpdate(stream.update, stream.fates.tied), mover, stream.hashes)
+        self.moved = set(stream.fates.moved)
 
-    def out_info(self, name: str, source: Checkpoint | None = None) -> TensorInfo:
-        info = (source or self.target).info(name)
+    def run(self) -> StreamReport:
+        stream, output = self.stream, self.output
+        size = sum(self._as_written(stream.target.info(name)).nbytes for name in stream.target.names())
+        key = journal_key(*stream.identity(), str(self.dtype))
+        with staged_folder(
+            Path(output.out), overwrite=output.overwrite, need_bytes=size + 2**20, key=key
+        ) as staging:
+            layout = layout_of(stream.target, self._added(), self._info)
+            contents = {file: {name: self._content(name) for name in layout[file]} for file in layout}
+            written = self.pipeline.write(staging, contents, output.progress)
+            write_index(staging, layout, size)
+            copy_side_files(stream.target, staging)
+            counts = self.pipeline.counts
+            whole = total(part for name, part in counts.items() if stream.fates[name].fate is not Fate.TIED)
+            judged = stream.update.judge(whole, stream.target, output.force) if stream.alpha else {}
+            if output.extras is not None:
+                output.extras(staging)
+            report = self._report(whole)
+            details = {**(output.details or {}), **stream.details, **judged}
+            content = {"format": 1, "kind": stream.kind, **self._manifest(report, details)}
+            (staging / "README.md").write_text(card(content), encoding="utf-8")
+            write_manifest(staging, content, written)
+        return report
+
+    def _added(self) -> list[str]:
+        """Heads that the target has no place for."""
+        fates = self.stream.fates
+        copied = [name for name in fates.heads if fates[name].fate is Fate.HEAD_COPIED]
+        return [name for name in copied if name not in self.stream.target]
+
+    def _as_written(self, info: TensorInfo) -> TensorInfo:
         if self.dtype is not None and info.dtype.is_floating_point:
             return TensorInfo(info.shape, self.dtype)
         return info
 
-    def write(self, staging: Path, progress: Callable[[int], None] | None) -> dict[str, str]:
-        layout = layout_of(self.target, self.plan, self.out_info, self.tuned)
-        contents = {file: {name: self._content(name) for name in names} for file, names in layout.items()}
-        hashes = self.pipeline.write(staging, contents, progress)
-        write_index(staging, layout, sum(self.out_info(n).nbytes for n in self.target.names()))
-        return hashes
+    def _info(self, name: str) -> TensorInfo:
+        return self._as_written(self.stream.source(name).info(name))
 
     def _content(self, name: str) -> Content:
-        """A head that is copied comes from the fine-tune, everything else from the target."""
-        source = self.tuned if self.plan.extra.get(name, "").startswith("copied") else self.target
-        wanted = name in self.wanted and self.alpha != 0
-        voted = self.ballot.has(name)
-        return Content(self.out_info(name, source), source, wanted and voted, wanted and not voted)
+        wanted = name in self.moved and self.stream.alpha != 0
+        voted = self.stream.ballot.has(name)
+        return Content(self._info(name), self.stream.source(name), wanted and voted, wanted and not voted)
 
-    def report(self, out: Path, force: bool) -> StreamReport:
-        plan, fates, abstained = self.plan, self.pipeline.fates, self.pipeline.abstained
-        whole = total(fate for name, fate in fates.items() if name not in plan.tied)
-        ratio = whole.norm_ratio()
-        notes = self._judge(whole, ratio, force)
-        notes += [note for source in (self.base, self.tuned, self.target) for note in source.notes]
+    def _report(self, whole: Counts) -> StreamReport:
+        abstained = self.pipeline.abstained
+        notes = [*self._judge(whole), *self.stream.notes]
         if abstained:
             notes.append(
                 f"{len(abstained)} tensors have no votes (frozen or unused) and were left as they are"
             )
-        skipped = [*plan.needless, *(name for name, what in plan.extra.items() if what == "skipped")]
-        tensors: dict[str, Any] = {name: fate.as_json() for name, fate in fates.items()}
-        for name in plan.tied.keys() & fates.keys():
-            tensors[name]["reason"] = f"tied to {plan.tied[name]}"
-        tensors |= {name: {"fate": "copied", "reason": reason} for name, reason in plan.copied.items()}
-        tensors |= {name: {"fate": "copied", "reason": "no votes"} for name in abstained}
-        tensors |= {
-            name: {"fate": "copied", "reason": "alpha is 0"}
-            for name in plan.transported
-            if name not in tensors
-        }
-        tensors |= {
-            name: {
-                "fate": "skipped" if name in skipped else "copied",
-                "reason": f"head of the fine-tune, {what}",
-            }
-            for name, what in plan.extra.items()
-        }
-        tensors |= {name: {"fate": "skipped", "reason": reason} for name, reason in plan.needless.items()}
-        transported = sum(entry["fate"] == "transported" for entry in tensors.values())
-        copied = sum(entry["fate"] == "copied" for entry in tensors.values())
-        everything = set(self.target.names()) | set(self.tuned.names())
-        if transported + copied + len(skipped) != len(everything) or set(tensors) != everything:
-            raise UnsafeResult("not every tensor is accounted for; this is a bug, please report it.")
+        tensors = self._tensors()
+        kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
-            out, transported, copied, len(skipped), share(whole.kept, whole.nonzero),
-            share(whole.survived, whole.kept), ratio,
+            Path(self.output.out), kinds["transported"], kinds["copied"], kinds["skipped"],
+            share(whole.kept, whole.nonzero), share(whole.survived, whole.kept), whole.norm_ratio(),
             tensors=tensors, notes=tuple(notes),
         )  # fmt: skip
 
-    def _judge(self, whole: Fate, ratio: float, force: bool) -> list[str]:
+    def _tensors(self) -> dict[str, dict[str, Any]]:
+        """What became of every tensor, for the manifest."""
+        counts, fates = self.pipeline.counts, Fates(self.stream.fates)
+        for name in self.moved - counts.keys():
+            abstained = name in self.pipeline.abstained
+            fates[name] = TensorFate(Fate.NO_VOTES if abstained else Fate.ALPHA_ZERO)
+        found = {}
+        for name in [*counts, *(name for name in fates if name not in counts)]:
+            entry = fates[name].as_json()
+            counted = counts[name].as_json() if name in counts else {}
+            found[name] = {"fate": entry.pop("fate"), **counted, **entry}
+        return found
+
+    def _judge(self, whole: Counts) -> list[str]:
         nonzero, kept, survived = whole.nonzero, whole.kept, whole.survived
-        if self.alpha == 0:
+        if self.stream.alpha == 0:
             return ["alpha is 0: the output is the target, nothing was transported"]
-        if nonzero == 0:
-            raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: the task vector is zero.")
-        if ratio > MAX_NORM_RATIO and not force:
-            raise stranger(self.base, self.tuned, ratio, self.target)
-        if kept < LEAST_KEPT * nonzero and not force:
+        if kept < LEAST_KEPT * nonzero and not self.output.force:
             raise UnsafeResult(
                 f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "
                 "More --shots or --mask veto may help; --force goes on all the same."
@@ -246,37 +272,25 @@ class _Job:
             return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --out-dtype fp32 keeps it"]
         return []
 
-    def manifest(
-        self, report: StreamReport, roles: Mapping[str, Checkpoint], details: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def _manifest(self, report: StreamReport, details: dict[str, Any]) -> dict[str, Any]:
+        stream, ballot = self.stream, self.stream.ballot
         inputs = {
-            role: {"path": str(checkpoint), "hashes": self.hashes.of(checkpoint)}
-            for role, checkpoint in roles.items()
+            role: {"path": str(checkpoint), "hashes": stream.hashes.of(checkpoint)}
+            for role, checkpoint in stream.inputs.items()
         }
-        ballot = self.ballot
-        votes = {"count": ballot.count, "target_hash": ballot.target_hash, "origin": ballot.origin}
-        self.ballot.require(self.target, self.hashes)
-        config = {
-            "mask": self.ballot.mask,
-            "alpha": self.alpha,
-            **{k: v for k, v in self.ballot.options.items() if k != "count"},
-            "seed": self.ballot.seed,
-        }
+        ballot.require(stream.target, stream.hashes)
+        options = {name: value for name, value in ballot.options.items() if name != "count"}
+        counts = {name: getattr(report, name) for name in ("transported", "copied", "skipped")}
         return {
             **versions(),
             "inputs": inputs,
-            "config": config,
-            "votes": votes,
-            "counts": {
-                "transported": report.transported,
-                "copied": report.copied,
-                "skipped": report.skipped,
-                "total": report.transported + report.copied + report.skipped,
-            },
+            "config": {"mask": ballot.mask, "alpha": stream.alpha, **options, "seed": ballot.seed},
+            "votes": {"count": ballot.count, "target_hash": ballot.target_hash, "origin": ballot.origin},
+            "counts": {**counts, "total": sum(counts.values())},
             "kept": report.kept,
             "survived_rounding": report.survived,
             "norm_ratio": report.norm_ratio,
             "notes": list(report.notes),
-            "details": dict(details or {}),
+            "details": details,
             "tensors": report.tensors,
         }

@@ -19,20 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.input_hashes import InputHashes, readable
-from gradfix.checkpoints.journal import JOURNAL, Journal
-from gradfix.checkpoints.open import CHUNK, Checkpoint
+from gradfix.checkpoints.hashes import InputHashes, readable
+from gradfix.checkpoints.interrupted import Journal
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
+from gradfix.checkpoints.weights import CHUNK, Checkpoint
+from gradfix.checkpoints.write import JOURNAL
 from gradfix.errors import CorruptInput, UnsafeResult
-from gradfix.stream.counts import Fate
-from gradfix.stream.mover import Mover, NotFiniteError
 from gradfix.stream.pieces import all_finite
-from gradfix.stream.updates import Piece, Update
+from gradfix.stream.updates import Counts, Mover, NotFiniteError, Piece, Update
 from gradfix.system.threads import PieceWorkers, ahead, one_thread
 
 Progress = Callable[[int], None]
-Work = Callable[[], tuple[Tensor, Fate]]
+Work = Callable[[], tuple[Tensor, Counts]]
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,16 @@ class _Job:
     work: Work | None = None
     piece: Piece | None = None
 
-    def run(self) -> tuple[_Job, tuple[Tensor, Fate] | None]:
+    def run(self) -> tuple[_Job, tuple[Tensor, Counts] | None]:
         return self, None if self.work is None else self.work()
 
 
 class Pipeline:
-    """Writes files; `fates` and `abstained` say afterwards what became of the tensors."""
+    """Writes files; `counts` and `abstained` say afterwards what became of the tensors."""
 
     def __init__(self, update: Update, mover: Mover, hashes: InputHashes) -> None:
         self.update, self.mover, self.hashes = update, mover, hashes
-        self.fates: dict[str, Fate] = {}
+        self.counts: dict[str, Counts] = {}
         self.abstained: list[str] = []
 
     def write(
@@ -78,7 +77,7 @@ class Pipeline:
         self._done: dict[str, Future[str]] = {}
         with ExitStack() as self._open, one_thread(), ThreadPoolExecutor(1) as self._closer:
             # Reading, hashing and writing take a core of their own; a worker there would wait for Python's lock.
-            with PieceWorkers(spare=int(self.update.light)) as pool:
+            with PieceWorkers(spare=int(self.update.cheap)) as pool:
                 for job, result in ahead(pool, _Job.run, self._jobs()):
                     self._take(job, result)
             hashes = {file: self._done[file].result() for file in layout}
@@ -87,13 +86,13 @@ class Pipeline:
         return hashes
 
     def _put_in_order(self) -> None:
-        """By file and place, also where a run went on from another: sums over the fates depend on their order."""
+        """By file and place, also where a run went on from another: sums over the counts depend on their order."""
         order = [name for contents in self._layout.values() for name in contents]
         abstained = set(self.abstained)
-        self.fates = {name: self.fates[name] for name in order if name in self.fates}
+        self.counts = {name: self.counts[name] for name in order if name in self.counts}
         self.abstained = [name for name in order if name in abstained]
 
-    def _take(self, job: _Job, result: tuple[Tensor, Fate] | None) -> None:
+    def _take(self, job: _Job, result: tuple[Tensor, Counts] | None) -> None:
         """Hand a computed piece to its file; note a whole tensor in the journal, close a whole file."""
         writer = self._writers[job.file]
         if result is None:
@@ -104,8 +103,8 @@ class Pipeline:
         writer.write(moved)
         content = self._layout[job.file][job.name]
         if job.piece is not None:
-            self.update.took(job.name, job.piece)
-            self.fates.setdefault(job.name, Fate()).add(counted)
+            self.update.computed(job.name, job.piece)
+            self.counts.setdefault(job.name, Counts()).add(counted)
         if job.last:
             if content.abstained:
                 self.abstained.append(job.name)
@@ -113,11 +112,11 @@ class Pipeline:
         self._progress(moved.numel() * moved.dtype.itemsize)
 
     def _about(self, name: str, content: Content) -> dict[str, Any]:
-        fate = self.fates.get(name) if content.moved else None
+        counts = self.counts.get(name) if content.moved else None
         return {
             "tensor": name,
-            "fate": None if fate is None else asdict(fate),
-            "facts": None if fate is None else self.update.facts(name),
+            "counts": None if counts is None else asdict(counts),
+            "facts": None if counts is None else self.update.facts(name),
         }
 
     def _close(self, file: str, writer: SafetensorsWriter) -> str:
@@ -154,8 +153,8 @@ class Pipeline:
         records = self._journal.tensors(file)
         for record in records:
             name = record["tensor"]
-            if record["fate"] is not None:
-                self.fates[name] = Fate(**record["fate"])
+            if record["counts"] is not None:
+                self.counts[name] = Counts(**record["counts"])
                 self.update.recall(name, record["facts"])
             elif contents[name].abstained:
                 self.abstained.append(name)
@@ -167,7 +166,7 @@ class Pipeline:
         writer, left = self._writers[file], content.info.numel
         if left == 0:
             empty = torch.empty(0, dtype=content.info.dtype)
-            yield _Job(file, name, True, lambda: (empty, Fate()))
+            yield _Job(file, name, True, lambda: (empty, Counts()))
             return
         offset = writer.starts[name]
         for size, work, piece in self._moved(name, content) if content.moved else self._copied(name, content):
@@ -179,11 +178,11 @@ class Pipeline:
         for piece in self.hashes.chunks(content.source, name, CHUNK):
             yield len(piece), partial(self._copy, name, content, piece), None
 
-    def _copy(self, name: str, content: Content, piece: Tensor) -> tuple[Tensor, Fate]:
+    def _copy(self, name: str, content: Content, piece: Tensor) -> tuple[Tensor, Counts]:
         copy = piece.to(content.info.dtype)
         if not _finite(copy):
             raise _blame(name, [(content.source, piece)])
-        return copy, Fate()
+        return copy, Counts()
 
     def _moved(self, name: str, content: Content) -> Iterator[tuple[int, Work, Piece]]:
         size = self.update.piece_size(name)
@@ -198,20 +197,20 @@ class Pipeline:
     @torch.inference_mode()
     def _move(
         self, name: str, content: Content, piece: Piece, target: Tensor, seen: Tensor | None
-    ) -> tuple[Tensor, Fate]:
-        out, fate, first = torch.empty(len(target), dtype=content.info.dtype), Fate(), 0
+    ) -> tuple[Tensor, Counts]:
+        out, counts, first = torch.empty(len(target), dtype=content.info.dtype), Counts(), 0
         try:
             for delta in piece.blocks():
                 here = slice(first, first + len(delta))
                 shown = None if seen is None else seen[here]
-                fate.add(self.mover.move(out[here], delta, target[here], shown))
+                counts.add(self.mover.move(out[here], delta, target[here], shown))
                 first = here.stop
         except NotFiniteError:
             raise _blame(name, [*piece.suspects(), (content.source, target)]) from None
         if first != len(target):
             raise UnsafeResult(f"tensor {name!r}: {first} entries for {len(target)}; this is a bug.")
-        fate.base_square = piece.base_square
-        return out, fate
+        counts.base_square = piece.base_square
+        return out, counts
 
 
 def _remove_all_but(kept: list[str], staging: Path) -> None:
@@ -225,10 +224,10 @@ def _remove_all_but(kept: list[str], staging: Path) -> None:
             path.unlink()
 
 
-def _hashed(work: Work, writer: SafetensorsWriter, offset: int) -> tuple[Tensor, Fate]:
-    out, fate = work()
+def _hashed(work: Work, writer: SafetensorsWriter, offset: int) -> tuple[Tensor, Counts]:
+    out, counts = work()
     writer.hash(offset, out)
-    return out, fate
+    return out, counts
 
 
 def _blame(name: str, pieces: list[tuple[Checkpoint, Tensor]]) -> CorruptInput | UnsafeResult:

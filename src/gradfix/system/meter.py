@@ -6,15 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
-from gradfix.checkpoints.open import Checkpoint
-
 GIB = 2**30
 EVERY_SECONDS = 0.25
-
-
-def nbytes(checkpoint: Checkpoint) -> int:
-    """The size of all tensors."""
-    return sum(checkpoint.info(name).nbytes for name in checkpoint.names())
 
 
 class Meter:

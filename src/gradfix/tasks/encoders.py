@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import WEIGHT_FILES, open_checkpoint
-from gradfix.checkpoints.open_clip_tags import PREFIX, import_open_clip, split_tag, tag_settings
+from gradfix.checkpoints.open import (
+    OPEN_CLIP,
+    WEIGHT_FILES,
+    import_open_clip,
+    open_checkpoint,
+    split_tag,
+    tag_settings,
+)
 from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
@@ -253,7 +259,7 @@ class OpenClip(Encoder):
 
 def open_clip_source(source: str, architecture: str | None) -> tuple[str | None, str | None]:
     """Architecture and tag of a source; a tag names both."""
-    if not source.startswith(PREFIX):
+    if not source.startswith(OPEN_CLIP):
         return architecture, None
     named = split_tag(source)[0]
     if architecture not in (None, named):

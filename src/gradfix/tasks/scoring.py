@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError
-from gradfix.votes.collect import left_as_it_was
-from gradfix.votes.engines.loop import Batch
+from gradfix.system.modules import left_as_it_was
+from gradfix.votes.engines.loop import Batch, Loss
 
 
 class Scorer(Protocol):
@@ -34,3 +34,9 @@ def evaluate(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> dict[s
     if count == 0:
         raise DataError("no examples to score; check the data and its split.")
     return {"accuracy": 100 * right / count, "loss": loss / count, "samples": count}
+
+
+def mean_loss(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
+    with left_as_it_was(model), torch.no_grad():
+        losses = torch.cat([loss(model, batch).double().cpu() for batch in batches])
+    return float(losses.mean())

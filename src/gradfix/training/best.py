@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError, UsageError
+from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.distil import (
@@ -32,7 +33,7 @@ from gradfix.training.distil import (
     unbiased_divergence,
 )
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.steps import change, restored
+from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 

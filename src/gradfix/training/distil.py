@@ -19,11 +19,11 @@ from torch.nn import functional
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound, Task
 from gradfix.training.steps import Training, draws, trainable_weights
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
-from gradfix.votes.collect import left_as_it_was
 
 Batch = Mapping[str, Tensor]
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.state import State, save_state
+from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights, warmed
-from gradfix.votes.collect import left_as_it_was
 from gradfix.votes.resume import weights_key
 
 SAVE_EVERY_SECONDS = 30.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -131,18 +130,6 @@ class Training:
 def trainable_weights(bound: Bound) -> dict[str, nn.Parameter]:
     names = set(bound.trainable())
     return {name: p for name, p in bound.model.named_parameters() if name in names and p.requires_grad}
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The weights before, by name; they come back bit for bit."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        yield before
-    finally:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(before[name])
 
 
 def change(model: nn.Module, before: Mapping[str, Tensor]) -> TaskVector:

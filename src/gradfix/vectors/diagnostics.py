@@ -1,7 +1,4 @@
-"""What a transport did, in numbers a person can judge.
-
-Sign agreement per block, kept share, tie rate, and the measured descent. First-order theory promises a
-descent for the exact gradient's sign only; for votes these functions measure it."""
+"""What a transport did, in numbers a person can judge: sign agreement and kept share per block."""
 
 from __future__ import annotations
 
@@ -9,13 +6,7 @@ import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-
-from gradfix.vectors.taskvector import TaskVector
-from gradfix.vectors.transported import apply
-from gradfix.votes.collect import collect_gradient, left_as_it_was
-from gradfix.votes.engines.loop import Batch, Loss
+from torch import Tensor
 
 _BLOCK = re.compile(r"^(.*?(?:layers?|blocks?|resblocks|h|block)\.(\d+))(?:\.|$)")
 
@@ -49,41 +40,6 @@ def kept_by_block(kept: Mapping[str, float], sizes: Mapping[str, int]) -> dict[s
         total[block] = total.get(block, 0) + sizes[name]
         part[block] = part.get(block, 0.0) + share * sizes[name]
     return {block: part[block] / total[block] for block in total if total[block]}
-
-
-def descent(
-    model: nn.Module, loss: Loss, batches: Iterable[Batch], update: TaskVector, alpha: float
-) -> dict[str, float]:
-    """Measured on the few-shot set: `g . update` and the loss before and after; the model is restored."""
-    batches = list(batches)
-    gradient = collect_gradient(model, loss, batches)
-    by_module = update if set(update) <= set(gradient) else update.renamed(_module_names(model))
-    shared = [name for name in by_module if name in gradient]
-    slope = sum(
-        float((gradient[n].double() * by_module[n].double().to(gradient[n].device)).sum()) for n in shared
-    )
-    before = mean_loss(model, loss, batches)
-    snapshot = {name: p.detach().clone() for name, p in model.named_parameters()}
-    try:
-        apply(model, update, alpha)
-        after = mean_loss(model, loss, batches)
-    finally:
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(snapshot[name])
-    return {"slope": alpha * slope, "loss_before": before, "loss_after": after}
-
-
-def mean_loss(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
-    with left_as_it_was(model), torch.no_grad():
-        losses = torch.cat([loss(model, batch).double().cpu() for batch in batches])
-    return float(losses.mean())
-
-
-def _module_names(model: nn.Module) -> dict[str, str]:
-    from gradfix.checkpoints.names import disk_names
-
-    return {disk: name for name, disk in disk_names(model).items()}
 
 
 def notebook_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

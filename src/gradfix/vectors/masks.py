@@ -33,6 +33,7 @@ class Mask:
 
 
 MASKS: Registry[Mask] = Registry("mask")
+USUAL_MASK = "agree"
 
 
 def mask(name: str, sees: Sees = "direction") -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:

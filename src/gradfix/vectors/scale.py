@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import UnsafeResult, UsageError
+from gradfix.vectors.diagnostics import notebook_table
 from gradfix.vectors.transported import add_scaled, by_weight
 
 PAPER_GRID = tuple(round(0.1 * step, 1) for step in range(1, 11))
@@ -39,8 +40,6 @@ class ScaleCurve:
         return f"ScaleCurve(best alpha {self.best:g}, score {self.best_score:.4g}, {len(self.points)} points{wide})"
 
     def _repr_html_(self) -> str:
-        from gradfix.vectors.diagnostics import notebook_table
-
         return notebook_table(
             repr(self), ("alpha", "score"), [(f"{a:g}", f"{s:.4g}") for a, s in self.points]
         )

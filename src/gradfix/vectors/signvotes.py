@@ -1,7 +1,4 @@
-"""Vote counts: integers per weight, never in the parameter's dtype.
-
-`Tally` is the accumulator an engine adds to; `SignVotes` is the finished, immutable count. A bf16
-accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can."""
+"""Finished vote counts: immutable integers per weight, in memory and as a file."""
 
 from __future__ import annotations
 
@@ -9,15 +6,19 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradfix.checkpoints.identity import common_target, same_probe
+from gradfix.checkpoints.names import NameMap, name_map
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.safetensors_file import SafetensorsFile
+from gradfix.checkpoints.weights import Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
-
-if TYPE_CHECKING:
-    from gradfix.checkpoints.safetensors_file import SafetensorsFile
+from gradfix.vectors.diagnostics import notebook_table
 
 LIMITS = ((127, torch.int8), (32767, torch.int16), (2**31 - 1, torch.int32))
 
@@ -75,8 +76,6 @@ class SignVotes(Mapping[str, Tensor]):
     def __add__(self, other: SignVotes) -> SignVotes:
         if not isinstance(other, SignVotes):
             return NotImplemented
-        from gradfix.checkpoints.probe import common_target
-
         if set(self) != set(other):
             odd = sorted(set(self) ^ set(other))
             raise IncompatibleCheckpoints(f"the votes differ in {len(odd)} tensor names, first {odd[0]!r}.")
@@ -84,30 +83,22 @@ class SignVotes(Mapping[str, Tensor]):
         target = common_target([self.target_hash, other.target_hash])
         count = self.count + other.count
         dtype = dtype_for(count)
-        return SignVotes(
+        return self.changed(
             {name: self[name].to(dtype) + other[name].to(dtype) for name in self},
-            count,
-            rule=self.rule,
+            count=count,
             target_hash=target,
             disk_names=self.disk_names or other.disk_names,
             probe=self.probe or other.probe,
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+            origin=None,
         )
 
-    def renamed(self, mapping: Mapping[str, str]) -> SignVotes:
-        tensors = {mapping.get(name, name): tensor for name, tensor in self.items()}
-        return SignVotes(
-            tensors,
-            self.count,
-            rule=self.rule,
-            target_hash=self.target_hash,
-            probe=self.probe,
-            notes=self.notes,
-        )
+    def changed(self, tensors: Mapping[str, Tensor], **about: Any) -> SignVotes:
+        """Other tensors of the same votes; `about` is what else is different."""
+        same = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return SignVotes(tensors, **{**same, **about})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        from gradfix.checkpoints.write import save_tensors
-
         metadata = {"format": "gradfix.votes", "count": str(self.count), "rule": self.rule}
         if self.disk_names:
             metadata["disk_names"] = json.dumps(self.disk_names)
@@ -128,24 +119,39 @@ class SignVotes(Mapping[str, Tensor]):
         return f"SignVotes({len(self)} tensors, {self.count} samples, {self.tie_rate():.1%} ties, rule {self.rule})"
 
     def _repr_html_(self) -> str:
-        from gradfix.vectors.diagnostics import notebook_table
 
-        rows = [
-            (
-                name,
-                "x".join(map(str, t.shape)),
-                f"{float((t == 0).float().mean()):.1%}",
-                f"{int(t.abs().max())}",
-            )
-            for name, t in list(self.items())[:12]
-            if t.numel()
-        ]
+        shown = [(name, t) for name, t in list(self.items())[:12] if t.numel()]
+        ties = {name: f"{float((t == 0).float().mean()):.1%}" for name, t in shown}
+        rows = [(n, "x".join(map(str, t.shape)), ties[n], f"{int(t.abs().max())}") for n, t in shown]
         return notebook_table(repr(self), ("tensor", "shape", "ties", "largest"), rows)
 
 
-def _refuse_other_votes(ours: SignVotes, theirs: SignVotes) -> None:
-    from gradfix.checkpoints.probe import same_probe
+def votes_to_disk(votes: SignVotes, model: nn.Module | NameMap, checkpoint: Checkpoint) -> SignVotes:
+    """The votes under the names (and in the pieces) of the checkpoint they were taken at.
 
+    A model that has been taken apart stands by the names it had before. Votes for weights that the file does not hold,
+    such as a pooler the file was saved without, are left out and named in the notes."""
+    known = set(checkpoint.names())
+    names = model if isinstance(model, NameMap) else name_map(model, known)
+    named = names.to_disk({name: tensor.cpu() for name, tensor in votes.items()})
+    strangers = sorted(set(named) - known)
+    if len(strangers) == len(named):
+        raise IncompatibleCheckpoints(
+            f"the votes and {checkpoint} share no tensor name (first {strangers[0]!r} and {min(known)!r}). "
+            "Was the model loaded from this checkpoint?"
+        )
+    notes = (*votes.notes, *(f"votes for {name!r} left out: it is not in the file" for name in strangers))
+    kept = {name: tensor for name, tensor in named.items() if name in known}
+    for name, tensor in kept.items():
+        if tuple(tensor.shape) != checkpoint.info(name).shape:
+            raise IncompatibleCheckpoints(
+                f"votes for {name!r} are {list(tensor.shape)}, the tensor in {checkpoint} is "
+                f"{list(checkpoint.info(name).shape)}."
+            )
+    return votes.changed(kept, disk_names=None, notes=notes)
+
+
+def _refuse_other_votes(ours: SignVotes, theirs: SignVotes) -> None:
     if ours.rule != theirs.rule:
         raise IncompatibleCheckpoints(f"votes by {ours.rule} and votes by {theirs.rule} do not add up.")
     odd = [name for name in ours if ours[name].shape != theirs[name].shape]
@@ -163,9 +169,6 @@ def check_integers(file: SafetensorsFile) -> None:
 
 def votes_files(path: Path) -> tuple[list[SafetensorsFile], dict[str, Any]]:
     """The files of some votes (one, or a folder of shards) and what they say about themselves."""
-    from gradfix.checkpoints.open import SafetensorsCheckpoint, open_checkpoint
-    from gradfix.checkpoints.safetensors_file import SafetensorsFile
-
     files = [SafetensorsFile(path)] if not path.is_dir() else []
     if path.is_dir():
         folder = open_checkpoint(path)
@@ -203,67 +206,3 @@ def _positive(text: str) -> int:
 
 def _floats(probe: Mapping[str, Any]) -> dict[str, list[float]]:
     return {name: [float(value) for value in values] for name, values in probe.items()}
-
-
-class Tally:
-    """Integer accumulators for one model, widened before they can wrap.
-
-    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = dict(parameters)
-        self.count = 0
-        self._buffers = {
-            name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
-            for name, parameter in self.parameters.items()
-        }
-        if self._buffers:
-            torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
-
-    def reserve(self, samples: int) -> None:
-        self.count += samples
-        dtype = dtype_for(self.count)
-        if any(buffer.dtype != dtype for buffer in self._buffers.values()):
-            self._buffers = {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._buffers[name]
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._buffers.items())
-
-    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
-        """Continue from an earlier partial count."""
-        self.count = count
-        dtype = dtype_for(count)
-        for name, buffer in self._buffers.items():
-            self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
-
-    def votes(self) -> dict[str, Tensor]:
-        dtype = dtype_for(self.count)
-        return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
-
-
-class Sums(Tally):
-    """Real accumulators for the mean rule, in float32 or better: `tally[name]` is the sum of gradients so far.
-
-    Sums of reals depend on their order, so samples are added one after the other, resumed or not."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = dict(parameters)
-        self.count = 0
-        self._buffers = {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for name, p in self.parameters.items()
-        }
-
-    def reserve(self, samples: int) -> None:
-        self.count += samples
-
-    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
-        self.count = count
-        for name, buffer in self._buffers.items():
-            buffer.copy_(tensors[name])
-
-    def mean(self) -> dict[str, Tensor]:
-        return {name: buffer / self.count for name, buffer in self.items()}

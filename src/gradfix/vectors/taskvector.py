@@ -1,7 +1,8 @@
 """Task vectors: what a fine-tune changed, as an immutable mapping of named tensors.
 
 Values are float32 or better whatever the checkpoints hold. Operators return new vectors and insist
-on equal names and shapes: no key is ever dropped in silence."""
+on equal names and shapes: no key is ever dropped in silence. Whether a change is one that a fine-tune makes, its
+size tells, and cosines tell a user what went wrong."""
 
 from __future__ import annotations
 
@@ -13,9 +14,15 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint, MemoryCheckpoint, Source, open_checkpoint
-from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.trio import Trio, check_pair
+from gradfix.checkpoints.weights import Checkpoint, MemoryCheckpoint, Renamed, Source
+from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UnsafeResult
+from gradfix.vectors.diagnostics import notebook_table
+
+MAX_NORM_RATIO = 0.5
+SWAPPED = "Check the order of --base and --tuned; --force goes on all the same."
 
 
 class TaskVector(Mapping[str, Tensor]):
@@ -26,11 +33,9 @@ class TaskVector(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, trio: Trio) -> TaskVector:
-        """What the fine-tune changed, under the target's names; heads and buffers that one side lacks stay out."""
-        from gradfix.checkpoints.open import Part
-
-        shared = [name for name in trio.base.names() if name in trio.tuned]
-        return cls.between(Part(trio.base, shared), Part(trio.tuned, shared))
+        """What the fine-tune changed in the weights all three share, under the target's names."""
+        shared = {name: name for name in trio.base.names() if name in trio.tuned and name in trio.target}
+        return cls.between(Renamed(trio.base, shared), Renamed(trio.tuned, shared))
 
     @classmethod
     def between(cls, base: Source | Checkpoint, tuned: Source | Checkpoint) -> TaskVector:
@@ -41,8 +46,6 @@ class TaskVector(Mapping[str, Tensor]):
         before = open_checkpoint(base)
         after = open_checkpoint(tuned, base=before)
         before, after = _same_names(before, after)
-        from gradfix.checkpoints.trio import check_pair
-
         names = check_pair(before, after)
         delta = {name: _working(after.read(name)) - _working(before.read(name)) for name in names}
         vector = cls(delta)
@@ -116,10 +119,8 @@ class TaskVector(Mapping[str, Tensor]):
         return TaskVector({name: function(self[name], other[name]) for name in self})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        from gradfix.checkpoints.write import save_tensors
-
         save_tensors(
-            Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.vectors.taskvector"}
+            Path(path), {n: t.contiguous() for n, t in self.items()}, {"format": "gradfix.taskvector"}
         )
 
     @classmethod
@@ -130,8 +131,6 @@ class TaskVector(Mapping[str, Tensor]):
         return f"TaskVector({len(self)} tensors, {self.numel():,} weights, norm {self.norm():.4g})"
 
     def _repr_html_(self) -> str:
-        from gradfix.vectors.diagnostics import notebook_table
-
         largest = sorted(self.items(), key=lambda item: -float(item[1].norm()))[:12]
         rows = [(n, "x".join(map(str, t.shape)), f"{float(t.norm()):.4g}") for n, t in largest]
         return notebook_table(repr(self), ("tensor", "shape", "norm"), rows)
@@ -167,3 +166,41 @@ def _same_names(before: Checkpoint, after: Checkpoint) -> tuple[Checkpoint, Chec
         mapped = MemoryCheckpoint(tensors, theirs.path)
         return (ours, mapped) if ours is before else (mapped, ours)
     return before, after
+
+
+def not_a_fine_tune(
+    base: Checkpoint, tuned: Checkpoint, ratio: float, target: Checkpoint | None = None, advice: str = SWAPPED
+) -> IncompatibleCheckpoints:
+    """The refusal of a fine-tune that is too far from its base; reads the files once more, for the cosines."""
+    further = "" if target is None else f", of base and target {cosine(base, target):.3f}"
+    return IncompatibleCheckpoints(
+        f"{tuned} differs from {base} by {ratio:.0%} of its norm: not a fine-tune of that base? "
+        f"Cosine of base and fine-tune {cosine(base, tuned):.3f}{further}. {advice}"
+    )
+
+
+def check_descent(tau: TaskVector, base: Checkpoint, tuned: Checkpoint) -> None:
+    """Raise when `tuned - base` is too large for a fine-tune; costs one more reading of the base."""
+    square = sum(_dot(piece, piece) for name in tau for piece in base.chunks(name))
+    ratio = tau.norm() / square**0.5 if square else 0.0
+    if ratio > MAX_NORM_RATIO:
+        raise not_a_fine_tune(base, tuned, ratio)
+
+
+def cosine(left: Checkpoint, right: Checkpoint) -> float:
+    """Over all weights that both have in the same shape."""
+    across = ours = theirs = 0.0
+    for name in left.names():
+        info = left.info(name)
+        if name not in right or right.info(name).shape != info.shape or not info.dtype.is_floating_point:
+            continue
+        for mine, other in zip(left.chunks(name), right.chunks(name), strict=True):
+            across += _dot(mine, other)
+            ours += _dot(mine, mine)
+            theirs += _dot(other, other)
+    scale = (ours * theirs) ** 0.5
+    return across / scale if scale else 0.0
+
+
+def _dot(left: Tensor, right: Tensor) -> float:
+    return float(left.reshape(-1).double() @ right.reshape(-1).double())

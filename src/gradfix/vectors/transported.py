@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import CHUNK
+from gradfix.checkpoints.weights import CHUNK
 from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.vectors.diagnostics import notebook_table
 from gradfix.vectors.masks import MASKS, Mask
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
@@ -43,8 +44,6 @@ class Transported:
         return f"Transported({self.config.get('mask')}, {self.kept_share():.1%} kept, {self.update!r})"
 
     def _repr_html_(self) -> str:
-        from gradfix.vectors.diagnostics import notebook_table
-
         largest = sorted(self.update.items(), key=lambda item: -item[1].numel())[:12]
         rows = [(n, "x".join(map(str, t.shape)), f"{self.kept[n]:.1%}") for n, t in largest]
         return notebook_table(repr(self), ("tensor", "shape", "kept"), rows)

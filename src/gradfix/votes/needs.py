@@ -2,7 +2,7 @@
 
 Memory is weights, one small integer per voting weight, and what a pass over one sample (loop engine) or a whole
 batch (batched engine) has alive at once. A `Pass` says the latter: walked through without weights where possible
-(`workflows.rehearsal`), by formula otherwise. Speed comes from a short measurement of this machine, or from the
+(`commands.plan.Rehearsal`), by formula otherwise. Speed comes from a short measurement of this machine, or from the
 user's figure."""
 
 from __future__ import annotations
@@ -163,134 +163,6 @@ class VotePlan:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """One way to run a vote. A sharded or offloaded model goes sample by sample, whatever the engine."""
-
-    shape: Shape
-    samples: int
-    dtype: torch.dtype
-    batch: int
-    walk: Walk
-    voters: int  # weights that vote
-    engine: str
-    devices: int
-    mode: str
-    recompute: bool
-    device: str
-
-    @property
-    def steps(self) -> int:
-        return math.ceil(self.samples / self.devices)
-
-    @property
-    def at_once(self) -> int:
-        return min(self.batch, self.steps)
-
-    @property
-    def batched(self) -> bool:
-        whole = self.mode in ("one device", "data parallel")
-        return whole and self.engine != "loop" and self.at_once >= CHECKED_SAMPLES
-
-    @property
-    def split(self) -> int:
-        """Among how many the weights are dealt out."""
-        return self.devices if self.mode == "sharded" else 1
-
-    @property
-    def weights(self) -> int:
-        return self.shape.parameters * self.dtype.itemsize
-
-    @property
-    def votes(self) -> int:
-        return self.voters * dtype_for(self.samples).itemsize
-
-
-def plan_vote(
-    shape: Shape,
-    samples: int,
-    *,
-    dtype: torch.dtype,
-    batch: int,
-    pace: Pace,
-    engine: str = "loop",
-    walk: Walk | None = None,
-    voting: int | None = None,
-    devices: int = 1,
-    mode: str = "one device",
-    recompute: bool = False,
-    device: str = "cuda",
-) -> VotePlan:
-    """What one process of `devices` needs; `pace` is that of one device in this dtype.
-
-    `walk` gives the passes, `voting` the number of weights that vote where not all do."""
-    walk = walk or (lambda count: estimated_pass(shape, count, dtype))
-    voters = shape.parameters if voting is None else voting
-    setup = Setup(shape, samples, dtype, batch, walk, voters, engine, devices, mode, recompute, device)
-    memory = (setup.weights + setup.votes) / setup.split * (mode != "offload") + _working_memory(setup)
-    return VotePlan(
-        mode, devices, int(memory) + SLACK, _seconds(setup, pace), _operations(setup), _traffic(setup)
-    )
-
-
-def _working_memory(setup: Setup) -> float:
-    """Beyond weights and votes, which an offloaded model has only in part."""
-    shape, size = setup.shape, setup.dtype.itemsize
-    one, whole = setup.walk(1), setup.walk(setup.at_once)
-    if setup.batched:
-        batch = max(whole.bare + BLOCK_BYTES, whole.looking)
-        checking = setup.voters  # the check by the loop has votes of its own
-        if setup.device == "cpu":  # where small pieces that were let go stay with the process
-            return checking + HELD_BACK * max(batch, one.memory)
-        return HELD_BACK * max(batch, one.memory + checking)
-    if setup.mode == "sharded":
-        in_flight = 2 * shape.block * size + shape.largest * (size + 1)  # layers put together, and signs
-        return in_flight + HELD_BACK * _kept(setup, one)
-    if setup.mode == "offload":
-        passing = one.memory - one.kept + _kept(setup, one)
-        return 2 * shape.block * size + setup.votes + HELD_BACK * max(passing, whole.looking)
-    return HELD_BACK * max(one.memory, whole.looking)
-
-
-def _kept(setup: Setup, one: Pass) -> float:
-    """What one sample keeps for its backward pass; with recomputation one layer's, and every layer's input."""
-    shape = setup.shape
-    if not setup.recompute:
-        return one.kept
-    return one.kept / max(shape.layers, 1) + shape.tokens * shape.hidden * setup.dtype.itemsize * shape.layers
-
-
-def _operations(setup: Setup) -> float:
-    """Of all processes together: the losses are looked at first, or (batched, sharded) in the same pass."""
-    one = setup.walk(1).flops
-    if setup.batched:
-        checking = setup.at_once + CHECK_PASSES * CHECKED_SAMPLES
-        return one * (3 * setup.samples + setup.devices * checking)
-    return one * setup.samples * (3 + setup.recompute + (setup.mode != "sharded"))
-
-
-def _traffic(setup: Setup) -> int:
-    if setup.mode == "sharded":
-        return setup.steps * setup.shape.parameters * (2 * setup.dtype.itemsize + 1)
-    return 3 * setup.samples * setup.weights if setup.mode == "offload" else 0
-
-
-def _seconds(setup: Setup, pace: Pace) -> float:
-    weights = setup.weights / setup.split
-    files = weights / READ_BYTES_PER_SECOND + setup.shape.file_bytes / HASH_BYTES_PER_SECOND
-    files += weights / KEY_BYTES_PER_SECOND
-    if setup.mode == "offload":
-        files += _traffic(setup) / READ_BYTES_PER_SECOND
-    passes = _operations(setup) / setup.devices / (pace.speed * EFFICIENCY)
-    folds = setup.steps * setup.voters / setup.split * pace.fold
-    return START_SECONDS + files + passes + folds
-
-
-def choose_mode(plans: list[VotePlan], available: int) -> VotePlan:
-    """The first that fits, in the order of preference; the leanest where none does."""
-    return next((plan for plan in plans if plan.memory <= available), min(plans, key=lambda p: p.memory))
-
-
-@dataclass(frozen=True)
 class Pace:
     """Operations per second of a device that does nothing else."""
 
@@ -323,6 +195,120 @@ def _seconds_of(work: Callable[[], torch.Tensor], seconds: float, device: str) -
             float(out[0, 0])  # waits for the device
         fastest = min(fastest, time.perf_counter() - begin)
     return fastest
+
+
+@dataclass(frozen=True)
+class VoteSetup:
+    """One way to run a vote. A sharded or offloaded model goes sample by sample, whatever the engine.
+
+    `pace` is that of one device in this dtype; `walk` gives the passes, where they are not estimated; `voting` is the
+    number of weights that vote where not all do."""
+
+    shape: Shape
+    samples: int
+    dtype: torch.dtype
+    batch: int
+    pace: Pace
+    engine: str = "loop"
+    walk: Walk | None = None
+    voting: int | None = None
+    devices: int = 1
+    mode: str = "one device"
+    recompute: bool = False
+    device: str = "cuda"
+
+    def plan(self) -> VotePlan:
+        """What one process of `devices` needs."""
+        held = (self.weights + self.votes) / self.split if self.mode != "offload" else 0
+        memory = int(held + self._working_memory()) + SLACK
+        return VotePlan(self.mode, self.devices, memory, self._seconds(), self._operations(), self._traffic())
+
+    @property
+    def voters(self) -> int:
+        return self.shape.parameters if self.voting is None else self.voting
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.samples / self.devices)
+
+    @property
+    def at_once(self) -> int:
+        return min(self.batch, self.steps)
+
+    @property
+    def batched(self) -> bool:
+        whole = self.mode in ("one device", "data parallel")
+        return whole and self.engine != "loop" and self.at_once >= CHECKED_SAMPLES
+
+    @property
+    def split(self) -> int:
+        """Among how many the weights are shared out."""
+        return self.devices if self.mode == "sharded" else 1
+
+    @property
+    def weights(self) -> int:
+        return self.shape.parameters * self.dtype.itemsize
+
+    @property
+    def votes(self) -> int:
+        return self.voters * dtype_for(self.samples).itemsize
+
+    def _pass(self, samples: int) -> Pass:
+        return self.walk(samples) if self.walk else estimated_pass(self.shape, samples, self.dtype)
+
+    def _working_memory(self) -> float:
+        """Beyond weights and votes, which an offloaded model has only in part."""
+        shape, size = self.shape, self.dtype.itemsize
+        one, whole = self._pass(1), self._pass(self.at_once)
+        if self.batched:
+            batch = max(whole.bare + BLOCK_BYTES, whole.looking)
+            checking = self.voters  # the check by the loop has votes of its own
+            if self.device == "cpu":  # where small pieces that were let go stay with the process
+                return checking + HELD_BACK * max(batch, one.memory)
+            return HELD_BACK * max(batch, one.memory + checking)
+        if self.mode == "sharded":
+            in_flight = 2 * shape.block * size + shape.largest * (size + 1)  # layers put together, and signs
+            return in_flight + HELD_BACK * self._kept(one)
+        if self.mode == "offload":
+            passing = one.memory - one.kept + self._kept(one)
+            return 2 * shape.block * size + self.votes + HELD_BACK * max(passing, whole.looking)
+        return HELD_BACK * max(one.memory, whole.looking)
+
+    def _kept(self, one: Pass) -> float:
+        """What one sample keeps for its backward pass; with recomputation one layer's, and every layer's input."""
+        shape = self.shape
+        if not self.recompute:
+            return one.kept
+        inputs = shape.tokens * shape.hidden * self.dtype.itemsize * shape.layers
+        return one.kept / max(shape.layers, 1) + inputs
+
+    def _operations(self) -> float:
+        """Of all processes together: the losses are looked at first, or (batched, sharded) in the same pass."""
+        one = self._pass(1).flops
+        if self.batched:
+            checking = self.at_once + CHECK_PASSES * CHECKED_SAMPLES
+            return one * (3 * self.samples + self.devices * checking)
+        return one * self.samples * (3 + self.recompute + (self.mode != "sharded"))
+
+    def _traffic(self) -> int:
+        if self.mode == "sharded":
+            return self.steps * self.shape.parameters * (2 * self.dtype.itemsize + 1)
+        return 3 * self.samples * self.weights if self.mode == "offload" else 0
+
+    def _seconds(self) -> float:
+        weights = self.weights / self.split
+        files = weights / READ_BYTES_PER_SECOND + self.shape.file_bytes / HASH_BYTES_PER_SECOND
+        files += weights / KEY_BYTES_PER_SECOND
+        if self.mode == "offload":
+            files += self._traffic() / READ_BYTES_PER_SECOND
+        passes = self._operations() / self.devices / (self.pace.speed * EFFICIENCY)
+        folds = self.steps * self.voters / self.split * self.pace.fold
+        return START_SECONDS + files + passes + folds
+
+
+def choose_mode(plans: list[VotePlan], available: int) -> VotePlan:
+    """The first that fits, in the order of preference; the leanest where none does."""
+    return next((plan for plan in plans if plan.memory <= available), min(plans, key=lambda p: p.memory))
 
 
 def stream_bytes(shape: Shape, samples: int) -> dict[str, int]:

@@ -6,34 +6,24 @@ gradient is never stored. Weights whose use no rule covers are voted on one samp
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.vectors.signvotes import Tally
-from gradfix.votes.batched.graph import picked_rows, reach
-from gradfix.votes.batched.plan import NeedsLoop, Plan, PlanMismatch, leave_out, resolve
-from gradfix.votes.batched.recorded import (
-    Repeats,
-    all_finite,
-    record_pass,
-    repeats_of,
-    tensors_of,
-    watch_pass,
-)
-from gradfix.votes.batched.rows import probes, proofs
-from gradfix.votes.batched.trace import Votes
-from gradfix.votes.batched.watch import Probe
+from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, PlanMismatch, leave_out, resolve
+from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
+from gradfix.votes.batched.sample_rows import halves_of_samples, lone_samples, picked_rows, reach
+from gradfix.votes.batched.trace import VotingWatch
+from gradfix.votes.batched.watch import PlanningWatch
 from gradfix.votes.engines.loop import (
     Batch,
     Loss,
@@ -44,12 +34,13 @@ from gradfix.votes.engines.loop import (
     samples,
     take,
 )
+from gradfix.votes.tally import Tally
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
 WATCHED = 2  # the first pass of a kind makes a plan and compiles kernels; the second is like all later ones
 
-_PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[nn.Module, dict[Any, PassPlan]] = WeakKeyDictionary()
 
 
 def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record: bool = True) -> None:
@@ -57,73 +48,79 @@ def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record:
 
     A loss that is not finite raises `NotFinite` before anything is folded. On a GPU that waits for its host, batches
     that look the same are recorded and played again; `record=False` launches every pass anew."""
-    count = batch_size(batch)
-    tally.reserve(count)
+    asked = BatchVote(model, loss, batch, tally, batch_size(batch))
+    tally.reserve(asked.count)
     try:
-        known = repeats_of(model, loss, batch, tally) if record and count > 1 else None
+        known = repeats_of(asked) if record and asked.count > 1 else None
         if known is None:
-            _run(model, loss, batch, tally, count)
+            _run(asked)
         else:
-            _run_again(known, model, loss, batch, tally, count)
+            _run_again(known, asked)
     except NotFinite:
-        tally.count -= count
+        tally.count -= asked.count
         raise
 
 
-def _run(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -> None:
-    votes, losses = None, None
+def left_out_share(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> float:
+    """The share of the weights that the known plan for this kind of batch leaves to the loop."""
+    plan = _known_plan(BatchVote(model, loss, batch, tally, batch_size(batch)))
+    return 0.0 if plan is None else _share(plan.left_out, tally)
+
+
+def _run(asked: BatchVote) -> None:
+    traced = None
     with _garbage_later():
-        if count > 1:
-            votes, losses = _forward_or_none(model, loss, batch, tally, count)
-        if votes is not None and losses is not None:
+        if asked.count > 1:
+            try:
+                traced = _forward(asked)
+            except NeedsLoop as reason:
+                warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
+        if traced is not None:
+            votes, losses = traced
             if not all_finite(losses):
                 raise NotFinite
             votes.backward(losses)
-    if votes is None or losses is None:
-        _check_losses(model, loss, batch)
-        fold_each(model, loss, batch, tally)
+    if traced is not None:
+        _check_reach(votes, losses)
+        _vote_one_by_one(asked, votes.plan.left_out)
         return
-    _check_reach(votes, losses, tally)
-    _vote_one_by_one(model, loss, batch, tally, votes.plan.left_out)
+    with torch.no_grad():
+        if not bool(torch.isfinite(asked.losses()).all()):
+            raise NotFinite
+    fold_each(asked.model, asked.loss, asked.batch, asked.tally)
 
 
-def _run_again(known: Repeats, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int) -> None:
+def _run_again(known: Repeats, asked: BatchVote) -> None:
     """The pass of a batch like the last one: watched, then recorded, then played."""
     if known.recording is None and known.example is not None:
-        plan = _known_plan(model, loss, batch, tally)
-        if plan is None or not plan.light or plan.left_out or plan.ragged:
+        plan = _known_plan(asked)
+        if plan is None or not plan.proven or plan.left_out or plan.ragged:
             known.refuse("some weights are voted on in other ways")
         else:
-            record_pass(known, tally, count, functools.partial(_pass, plan, model, loss, count))
+            record_pass(known, asked, lambda again: _run_proven(plan, again))
     if known.recording is not None:
-        known.recording.fold(tensors_of(batch), tally)
+        known.recording.fold(asked)
     elif known.seen == WATCHED and not known.reason:
-        watch_pass(known, batch, tally, count, lambda trial: _run(model, loss, batch, trial, count))
+        watch_pass(known, asked, _run)
     else:
-        _run(model, loss, batch, tally, count)
+        _run(asked)
 
 
-def _pass(plan: Plan, model: nn.Module, loss: Loss, count: int, batch: Batch, tally: Tally) -> Tensor:
+def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
     """A forward and backward that never waits for the device; gives whether all losses are finite."""
     with _garbage_later():
-        votes, losses = _trace(plan, model, loss, batch, tally, count)
+        votes, losses = _trace(plan, asked)
         finite = torch.isfinite(losses).all()
         votes.backward(losses)
-    _check_reach(votes, losses, tally)
+    _check_reach(votes, losses)
     return finite
 
 
-def _check_reach(votes: Votes, losses: Tensor, tally: Tally) -> None:
-    if votes.plan.light and reach(losses, tally.parameters, votes.anchor).others:
+def _check_reach(votes: VotingWatch, losses: Tensor) -> None:
+    if votes.plan.proven and reach(losses, votes.tally.parameters, votes.anchor).others:
         raise UnsafeResult(
             'a batch used weights in a way earlier ones did not; vote again with engine="loop".'
         )
-
-
-def _check_losses(model: nn.Module, loss: Loss, batch: Batch) -> None:
-    with torch.no_grad():
-        if not bool(torch.isfinite(loss(model, batch)).all()):
-            raise NotFinite
 
 
 @contextmanager
@@ -143,66 +140,53 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _forward_or_none(
-    model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
-) -> tuple[Votes | None, Tensor | None]:
-    try:
-        return _forward(model, loss, batch, tally, count)
-    except NeedsLoop as reason:
-        warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
-        return None, None
-
-
-def _forward(
-    model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
-) -> tuple[Votes | None, Tensor | None]:
+def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor] | None:
     """A traced forward under a plan that fits; None where the loop is the better engine for this batch."""
-    plan = _known_plan(model, loss, batch, tally)
+    tally, plan = asked.tally, _known_plan(asked)
     whole = plan is not None and plan.ragged
     if plan is None or whole:
-        plan = _make_plan(model, loss, batch, tally, whole)
+        plan = _make_plan(asked, whole)
         if plan.ragged and not whole:
-            plan = _make_plan(model, loss, batch, tally, whole=True)
+            plan = _make_plan(asked, whole=True)
     for _ in range(3):
         if _share(plan.left_out, tally) > LOOP_SHARE:
-            return None, None
+            return None
         try:
-            votes, losses = _trace(plan, model, loss, batch, tally, count)
+            votes, losses = _trace(plan, asked)
         except PlanMismatch:
-            plan = _make_plan(model, loss, batch, tally, whole=True)
+            plan = _make_plan(asked, whole=True)
             continue
-        if plan.light:
+        if plan.proven:
             return votes, losses
         seen = reach(losses, tally.parameters, votes.anchor)
         if seen.hidden:
-            return None, None
+            return None
         if seen.parameters <= plan.left_out:
-            plan.light = not seen.others
+            plan.proven = not seen.others
             return votes, losses
         plan.left_out |= seen.parameters
         plan.steps = leave_out(plan.steps, plan.left_out)
         _note(plan.left_out)
-    return None, None
+    return None
 
 
-def _trace(
-    plan: Plan, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, count: int
-) -> tuple[Votes, Tensor]:
-    votes = Votes(plan, tally, count, _device(tally))
+def _trace(plan: PassPlan, asked: BatchVote) -> tuple[VotingWatch, Tensor]:
+    votes = VotingWatch(plan, asked.tally, asked.count)
     with _uncompiled(), votes, torch.enable_grad():
-        losses = loss(model, batch)
+        losses = asked.losses()
     if votes.position != len(plan.steps):
         raise PlanMismatch("fewer operations than planned")
     return votes, losses
 
 
-def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: bool) -> Plan:
+def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     """Find out, from a few samples, where each weight meets the samples and how they lie."""
-    small = batch if whole else take(batch, slice(0, PLANNING_SAMPLES))
-    count = batch_size(small)
-    probe = Probe(tally.parameters, small, count, _device(tally))
-    with _uncompiled(), probe, torch.enable_grad():
-        losses = loss(model, small)
+    small = asked.batch if whole else take(asked.batch, slice(0, PLANNING_SAMPLES))
+    few = replace(asked, batch=small, count=batch_size(small))
+    count, parameters = few.count, asked.tally.parameters
+    watch = PlanningWatch(parameters, small, count, asked.tally.device)
+    with _uncompiled(), watch, torch.enable_grad():
+        losses = few.losses()
     if losses.shape != (count,):
         raise DataError(
             f"loss(model, batch) must return one loss per sample, shape ({count},); got {tuple(losses.shape)}."
@@ -210,56 +194,48 @@ def _make_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, whole: 
     if not bool(torch.isfinite(losses).all()):
         raise NotFinite
     refuse_detached(losses)
-    if reach(losses, tally.parameters, probe.anchor).hidden:
+    if reach(losses, parameters, watch.anchor).hidden:
         raise NeedsLoop("a reentrant checkpoint hides its operations")
-    picked = picked_rows(losses, probe.in_place)
-    for group in proofs(count) if whole and picked else probes(count):
-        probe.group = group
+    picked = picked_rows(losses, watch.in_place)
+    for group in halves_of_samples(count) if whole and picked else lone_samples(count):
+        watch.group = group
         only = torch.zeros_like(losses)
         only[group] = 1
-        torch.autograd.grad(losses, [probe.anchor], only, retain_graph=True, allow_unused=True)
-    hooked = {name for name, p in tally.parameters.items() if p._backward_hooks}
-    plan = resolve(probe.operations, count, hooked)
+        torch.autograd.grad(losses, [watch.anchor], only, retain_graph=True, allow_unused=True)
+    plan = resolve(watch.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
     plan.ragged = any(
         step.layout is not None and operation.node in picked
-        for step, operation in zip(plan.steps, probe.operations)
+        for step, operation in zip(plan.steps, watch.operations)
     )
-    probe.forget()
+    watch.forget()
     if plan.left_out:
         _note(plan.left_out)
-    plans = _PLANS.setdefault(model, {})
-    for key in _keys(loss, batch, tally)[: 1 if plan.flat else 2]:
+    plans = _PLANS.setdefault(asked.model, {})
+    for key in _keys(asked)[: 1 if plan.flat else 2]:
         plans[key] = plan
     return plan
 
 
-def _known_plan(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Plan | None:
-    plans = _PLANS.get(model, {})
-    return next((plans[key] for key in _keys(loss, batch, tally) if key in plans), None)
+def _known_plan(asked: BatchVote) -> PassPlan | None:
+    plans = _PLANS.get(asked.model, {})
+    return next((plans[key] for key in _keys(asked) if key in plans), None)
 
 
-def _keys(loss: Loss, batch: Batch, tally: Tally) -> list[Any]:
+def _keys(asked: BatchVote) -> list[Any]:
     """Plans are kept for the exact shapes and, where lengths do not matter, for any length."""
-    code = getattr(loss, "__code__", None) or type(loss)
-    leaves = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-    shared = (code, torch.is_autocast_enabled(), tuple(tally.parameters))
+    code = getattr(asked.loss, "__code__", None) or type(asked.loss)
+    shared = (code, torch.is_autocast_enabled(), tuple(asked.tally.parameters))
+    leaves = asked.tensors()
     exact = (*shared, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
     return [exact, (*shared, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
 
 
-def left_out_share(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> float:
-    """The share of the weights that the known plan for this kind of batch leaves to the loop."""
-    plan = _known_plan(model, loss, batch, tally)
-    return 0.0 if plan is None else _share(plan.left_out, tally)
-
-
-def _vote_one_by_one(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, names: set[str]) -> None:
+def _vote_one_by_one(asked: BatchVote, names: set[str]) -> None:
+    tally = asked.tally
     chosen = [(name, tally.parameters[name]) for name in sorted(names)]
-    if not chosen:
-        return
-    for sample in samples(batch):
+    for sample in samples(asked.batch) if chosen else ():
         with torch.enable_grad():
-            value = loss(model, sample).sum()
+            value = asked.loss(asked.model, sample).sum()
         gradients = torch.autograd.grad(value, [p for _, p in chosen], allow_unused=True)
         for (name, _), gradient in zip(chosen, gradients):
             if gradient is not None:
@@ -272,12 +248,7 @@ def _share(names: set[str], tally: Tally) -> float:
 
 
 def _note(names: set[str]) -> None:
-    first = min(names)
     warnings.warn(
-        f"no vote rule covers {len(names)} tensors, first {first!r}; they are voted on one sample at a time.",
+        f"no vote rule covers {len(names)} tensors, first {min(names)!r}; they are voted on one sample at a time.",
         stacklevel=2,
     )
-
-
-def _device(tally: Tally) -> torch.device:
-    return next(iter(tally.parameters.values())).device

@@ -6,8 +6,9 @@ several uses of one parameter can be summed before the sign is taken."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ class Product:
                 strip.sub_(gradients.sign_().sum(0, dtype=wide).to(votes.dtype))
 
 
-class Rows:
+class TableRows:
     """g_n adds row t of `values` to row index[n, t]: an embedding table."""
 
     def __init__(self, index: Tensor, values: Tensor, rows: int) -> None:
@@ -128,7 +129,7 @@ class Tied:
 
     A sample's few rows are taken out of its product, where they then count nothing, and vote for themselves."""
 
-    def __init__(self, product: Product, rows: Rows) -> None:
+    def __init__(self, product: Product, rows: TableRows) -> None:
         self.product, self.rows = product, rows
         self.samples, self.shape, self.device = product.samples, product.shape, product.device
         self.dtype = torch.promote_types(product.dtype, rows.dtype)
@@ -152,7 +153,7 @@ class Tied:
         # A row is scored once, however often it occurs.
         scores.masked_fill_(_seen_before(index)[..., None], 0)
         Product(left.scatter(2, columns, 0), right).fold(votes)
-        Rows(index, scores.add_(values), self.shape[0]).fold(votes)
+        TableRows(index, scores.add_(values), self.shape[0]).fold(votes)
 
 
 def _seen_before(index: Tensor) -> Tensor:
@@ -234,13 +235,58 @@ def combine(parts: Sequence[tuple[Form, Callable[[Tensor], Tensor]]], shape: tor
     if all(isinstance(form, Product) for form in forms):
         lefts, rights = [form.left for form in forms], [form.right for form in forms]  # type: ignore[attr-defined]
         return Product(torch.cat(lefts, 1), torch.cat(rights, 1))
-    if all(isinstance(form, Rows) for form in forms):
+    if all(isinstance(form, TableRows) for form in forms):
         index = torch.cat([form.index for form in forms], 1)  # type: ignore[attr-defined]
-        return Rows(index, torch.cat([form.values for form in forms], 1), shape[0])  # type: ignore[attr-defined]
-    kinds = {kind: [part for part in parts if isinstance(part[0], kind)] for kind in (Product, Rows)}
+        return TableRows(index, torch.cat([form.values for form in forms], 1), shape[0])  # type: ignore[attr-defined]
+    kinds = {kind: [part for part in parts if isinstance(part[0], kind)] for kind in (Product, TableRows)}
     if all(kinds.values()) and sum(map(len, kinds.values())) == len(parts):
         product, rows = (combine(some, shape) for some in kinds.values())
         return Tied(product, rows)  # type: ignore[arg-type]
     if all(isinstance(form, Dense) for form in forms):
         return Dense(torch.stack([form.values for form in forms]).sum(0))  # type: ignore[attr-defined]
     return Sum(parts, shape)
+
+
+def settle(uses: Sequence[tuple[Form, Tensor]], whole: Tensor) -> Iterator[tuple[Form, Tensor]]:
+    """One form for every set of overlapping uses of a weight, and the part of its tally `whole` that it votes for.
+
+    Entries used more than once are summed before the sign."""
+    groups: list[list[tuple[Form, Tensor]]] = []
+    for use in uses:
+        touching = [group for group in groups if any(_overlap(use[1], votes) for _, votes in group)]
+        groups = [group for group in groups if group not in touching]
+        groups.append([use, *(member for group in touching for member in group)])
+    for group in groups:
+        first = group[0][1]
+        if all(_geometry(votes) == _geometry(first) for _, votes in group):
+            yield combine([(form, lambda out: out) for form, _ in group], first.shape), first
+        else:
+            yield Sum([(form, partial(_region, like=votes)) for form, votes in group], whole.shape), whole
+
+
+def _geometry(view: Tensor) -> tuple[Any, ...]:
+    return view.shape, view.stride(), view.storage_offset()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    (first, last), (other_first, other_last) = _extent(a), _extent(b)
+    return first <= other_last and other_first <= last
+
+
+def _extent(view: Tensor) -> tuple[int, int]:
+    start = int(view.storage_offset())
+    return start, start + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride()))
+
+
+def overlaps_itself(view: Tensor) -> bool:
+    """Whether some entries are the same place in memory, as in an expanded or unfolded weight."""
+    reach = 0
+    for stride, size in sorted(zip(view.stride(), view.shape)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _region(out: Tensor, like: Tensor) -> Tensor:
+    return out.as_strided(like.shape, like.stride(), like.storage_offset())

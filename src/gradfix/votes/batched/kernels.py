@@ -189,13 +189,8 @@ _COMPILED: dict[Any, Any] = {}
 
 
 def _launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Any],
-    numbers: Any,
-    constants: Any,
-    **options: int,
-) -> None:
+    kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Any], numbers: Any, constants: Any, **options: int
+) -> None:  # fmt: skip
     """Launch, and remember the compiled kernel: choosing it again costs Triton more than the launch itself."""
     kinds = tuple([(t.dtype, t.data_ptr() % 16) for t in tensors])
     device = tensors[-1].get_device()
@@ -205,19 +200,9 @@ def _launch(
         described = [t.described() if isinstance(t, _Operand) else t for t in tensors]
         _COMPILED[key] = kernel[grid](*described, *numbers, *constants, **options)
         return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(
-        *grid,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *tensors,
-        *numbers,
-        *constants,
-    )
+    stream, about = torch._C._cuda_getCurrentRawStream(device), compiled.packed_metadata
+    given = (*tensors, *numbers, *constants)
+    compiled.run(*grid, stream, compiled.function, about, None, None, None, *given)
 
 
 @functools.cache
@@ -325,16 +310,8 @@ if triton is not None:
 
     @triton.jit
     def _subtract_signs(
-        gradients,
-        votes,
-        samples,
-        rows,
-        columns,
-        stride_m,
-        stride_n,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-    ):
+        gradients, votes, samples, rows, columns, stride_m, stride_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    ):  # fmt: skip
         """votes -= sum_n sign(gradients_n)."""
         m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gradfix.registry import Registry
 from gradfix.votes.batched import kernels
-from gradfix.votes.batched.forms import Dense, Form, OneByOne, Product, Rows
-from gradfix.votes.batched.rows import Layout
+from gradfix.votes.batched.forms import Dense, Form, OneByOne, Product, TableRows
+from gradfix.votes.batched.sample_rows import SampleLayout
 
-_USUAL = Layout(0, 1)
+_USUAL = SampleLayout(0, 1)
 IsWeight = Callable[[Tensor], bool]
 
 
@@ -41,7 +41,7 @@ class Samples:
     """How many samples there are and where they lie in the output."""
 
     count: int
-    layout: Layout
+    layout: SampleLayout
 
     def split(self, tensor: Tensor) -> Tensor:
         return self.layout.split(tensor, self.count)
@@ -60,7 +60,7 @@ class Rule:
     functions: Sequence[Callable[..., Any]] = ()
     owns_output = True  # the output is not kept for the operation's own backward
     spreads = (
-        False  # its operation runs with a weight per sample, whose gradients it gets instead of the output's
+        False  # it gets the gradients of a weight per sample, which its operation runs with, not the output's
     )
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
@@ -70,7 +70,7 @@ class Rule:
     def prepare(self, call: Call, function: Callable[..., Any]) -> None:
         """Let go of inputs whose values the gradients do not need."""
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         """Whether samples can lie this way in the output."""
         return layout.dim < len(output) - 1
 
@@ -156,14 +156,8 @@ class Matmul(Rule):
     """y = x W or W x, and b + x W: bare projections and GPT-2's Conv1D."""
 
     functions = (
-        torch.matmul,
-        torch.mm,
-        torch.addmm,
-        Tensor.matmul,
-        Tensor.mm,
-        Tensor.addmm,
-        Tensor.__matmul__,
-        Tensor.__rmatmul__,
+        *(torch.matmul, torch.mm, torch.addmm, Tensor.matmul, Tensor.mm, Tensor.addmm),
+        *(Tensor.__matmul__, Tensor.__rmatmul__),
     )
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
@@ -178,7 +172,7 @@ class Matmul(Rule):
         roles = _weights(is_weight, weight=weight, bias=bias)
         return Call(roles, {"input": data}, {"side": side})
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return layout.dim != len(output) - (2 if call.options["side"] == "left" else 1)
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -186,7 +180,7 @@ class Matmul(Rule):
         if call.options["side"] == "left":
             data, gradient = data.mT, gradient.mT
             if samples.layout.dim == gradient.ndim - 1:
-                layout = Layout(gradient.ndim - 2, samples.layout.rows, samples.layout.interleaved)
+                layout = SampleLayout(gradient.ndim - 2, samples.layout.rows, samples.layout.interleaved)
                 samples = Samples(samples.count, layout)
             return {"weight": Product(samples.tokens(gradient), samples.tokens(data))}
         output = samples.tokens(gradient)
@@ -217,7 +211,7 @@ class Conv(Rule):
         roles = _weights(is_weight, weight=weight, bias=bound.get("bias"))
         return Call(roles, {"input": data} if "weight" in roles else {}, options)
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return layout.dim == 0
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -297,7 +291,7 @@ class Embedding(Rule):
         values = samples.tokens(gradient)
         if call.options["padding"] is not None:
             values = values.masked_fill((index == call.options["padding"])[..., None], 0)
-        return {"weight": Rows(index, values, call.options["rows"])}
+        return {"weight": TableRows(index, values, call.options["rows"])}
 
 
 class _Norm(Rule):
@@ -344,7 +338,7 @@ class LayerNorm(_Norm):
     names = "input normalized_shape weight bias eps"
     kind = "layer"
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return layout.dim < len(output) - len(call.options["normalized_shape"])
 
     def fused(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
@@ -376,7 +370,7 @@ class GroupNorm(_Norm):
     functions = (F.group_norm, torch.group_norm)
     names = "input num_groups weight bias eps"
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return layout.dim == 0 and layout.rows == 1
 
     def normalised(self, call: Call) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,16 +18,37 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.engines.loop import Batch, Loss, NotFinite
-
-Pass = Callable[[Batch, Tally], Tensor]  # folds a batch's votes, gives whether all its losses are finite
+from gradfix.votes.tally import Tally
 
 IDLE_SHARE = 0.3  # of a pass: a device that is done this soon after the last launch was waiting for launches
 # Votes of another batch differ by more than they are large; reordered sums change a few of them.
 ALLOWED_CHANGE = 0.25
 COMPARED = 16384  # votes of each weight, enough to tell
 _PLAIN = (int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class BatchVote:
+    """One batch on its way through the engine: what is asked of which model, and where its votes go."""
+
+    model: nn.Module
+    loss: Loss
+    batch: Batch
+    tally: Tally
+    count: int
+
+    def losses(self) -> Tensor:
+        return self.loss(self.model, self.batch)
+
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf in tree_flatten(self.batch)[0] if isinstance(leaf, Tensor)]
+
+    def apart(self) -> BatchVote:
+        """The same with a tally of its own, already of this batch's size."""
+        votes = Tally(self.tally.parameters)
+        votes.reserve(self.count)
+        return replace(self, tally=votes)
 
 
 @dataclass
@@ -67,12 +88,12 @@ class Recording:
         self.play()
         return bool(self.finite)
 
-    def fold(self, leaves: Sequence[Tensor], tally: Tally) -> None:
-        for own, leaf in zip(self.inputs, leaves):
+    def fold(self, asked: BatchVote) -> None:
+        for own, leaf in zip(self.inputs, asked.tensors()):
             own.copy_(leaf, non_blocking=True)
         if not self.run():
             raise NotFinite
-        add(self.votes, tally)
+        _add(self.votes, asked.tally)
 
     def seconds(self) -> float:
         start = time.perf_counter()
@@ -91,19 +112,20 @@ class Recording:
 _REPEATS: WeakKeyDictionary[nn.Module, Repeats] = WeakKeyDictionary()
 
 
-def repeats_of(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Repeats | None:
+def repeats_of(asked: BatchVote) -> Repeats | None:
     """What is known about batches like this one; another kind than the last one starts anew."""
-    if not can_record(next(iter(tally.parameters.values())).device):
+    model, tally = asked.model, asked.tally
+    if not can_record(tally.device):
         return None
-    leaves, shape = tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves, shape = tree_flatten(asked.batch)
+    tensors = asked.tensors()
     others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
     held = (*tally.parameters.values(), *model.buffers())
     devices = {tensor.device for tensor in (*tensors, *held, *(buffer for _, buffer in tally.items()))}
     if len(devices) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in others):
         return None
     key = (
-        loss,
+        asked.loss,
         str(shape),
         others,
         [(t.shape, t.dtype, t.requires_grad) for t in tensors],
@@ -140,36 +162,34 @@ def all_finite(losses: Tensor) -> bool:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def tensors_of(batch: Batch) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-
-
-def watch_pass(known: Repeats, batch: Batch, tally: Tally, count: int, run: Callable[[Tally], None]) -> None:
+def watch_pass(known: Repeats, asked: BatchVote, run: Callable[[BatchVote], None]) -> None:
     """Run a pass as usual, and keep its votes as an example where a recording of it would pay."""
-    trial = Tally(tally.parameters)
-    trial.reserve(count)
+    trial = asked.apart()
     with _synchronisations() as found:
         start = time.perf_counter()
         run(trial)
         launched = time.perf_counter()
-    synchronize(trial)
+    if asked.tally.device.type == "cuda":
+        torch.cuda.synchronize(asked.tally.device)
     end = time.perf_counter()
-    add(trial, tally)
+    _add(trial.tally, asked.tally)
     if found:
         known.refuse(f"the pass waits for the device: {found[0]}")
     elif end - launched > IDLE_SHARE * (end - start):
         known.refuse("the device is busy all the time")
     else:
-        votes = {name: part.clone() for name, part in _first(trial).items()}
-        known.seconds, known.example = end - start, Example(tree_map_only(Tensor, _copy, batch), votes)
+        votes = {name: part.clone() for name, part in _first(trial.tally).items()}
+        known.seconds, known.example = end - start, Example(tree_map_only(Tensor, _copy, asked.batch), votes)
 
 
-def record_pass(known: Repeats, tally: Tally, count: int, run: Pass) -> None:
-    """Record a pass, and keep the recording if it repeats the example's votes in less time."""
+def record_pass(known: Repeats, asked: BatchVote, run: Callable[[BatchVote], Tensor]) -> None:
+    """Record a pass, and keep the recording if it repeats the example's votes in less time.
+
+    `run` folds a batch's votes and gives whether all its losses are finite."""
     assert known.example is not None
     example, known.example = known.example, None
     try:
-        recording = _recorded(example.batch, tally, count, run)
+        recording = _recorded(replace(asked, batch=example.batch).apart(), run)
         if not recording.repeats(example.votes):
             known.refuse("the recording does not repeat the votes")
         elif recording.seconds() > known.seconds:
@@ -180,17 +200,15 @@ def record_pass(known: Repeats, tally: Tally, count: int, run: Pass) -> None:
         known.refuse(f"{type(error).__name__}: {error}")
 
 
-def _recorded(batch: Batch, tally: Tally, count: int, run: Pass) -> Recording:
-    votes = Tally(tally.parameters)
-    votes.reserve(count)
-    inputs = [leaf.detach() for leaf in tensors_of(batch)]
+def _recorded(asked: BatchVote, run: Callable[[BatchVote], Tensor]) -> Recording:
+    inputs = [leaf.detach() for leaf in asked.tensors()]
     finite = torch.zeros((), dtype=torch.bool, device=inputs[0].device)
 
     def once() -> None:
-        torch._foreach_zero_([buffer for _, buffer in votes.items()])
-        finite.copy_(run(batch, votes))
+        torch._foreach_zero_([buffer for _, buffer in asked.tally.items()])
+        finite.copy_(run(asked))
 
-    return Recording(inputs, votes, finite, capture(once))
+    return Recording(inputs, asked.tally, finite, capture(once))
 
 
 def _copy(leaf: Tensor) -> Tensor:
@@ -229,15 +247,9 @@ def _unnoticed() -> Iterator[None]:
         torch.cuda.is_current_stream_capturing = asked
 
 
-def add(votes: Tally, tally: Tally) -> None:
+def _add(votes: Tally, tally: Tally) -> None:
     names = [name for name, _ in votes.items()]
     torch._foreach_add_([tally[name] for name in names], [votes[name] for name in names])
-
-
-def synchronize(tally: Tally) -> None:
-    device = next(iter(tally.parameters.values())).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

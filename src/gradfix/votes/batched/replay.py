@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradfix.votes.batched.forms import Dense, Form, OneByOne
 from gradfix.votes.batched.layers import Call, IsWeight, Rule, Samples, fused_sums, register
-from gradfix.votes.batched.rows import Layout
+from gradfix.votes.batched.sample_rows import SampleLayout
 
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.add_: torch.add,
@@ -83,7 +83,7 @@ class Broadcast(_Replayed):
         if out_of_place(function) in _SUMS:
             call.inputs = {p: t.new_zeros(()).expand(t.shape) for p, t in call.inputs.items()}
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return all(aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -130,9 +130,9 @@ class Attention(_Replayed):
             return None
         return call
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         weights = call.weights.values()
-        return layout == Layout(0, 1) and all(
+        return layout == SampleLayout(0, 1) and all(
             aligned(weight, len(output)).shape[0] == 1 for weight in weights
         )
 
@@ -157,12 +157,12 @@ def overwrites(function: Callable[..., Any]) -> bool:
 
 
 _COPIES = {
+    torch.broadcast_to,
+    torch.tile,
     Tensor.expand,
     Tensor.expand_as,
-    torch.broadcast_to,
     Tensor.broadcast_to,
     Tensor.repeat,
-    torch.tile,
 }
 
 
@@ -171,7 +171,7 @@ class Repeat(_Replayed):
 
     owns_output = False
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return True
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -186,7 +186,7 @@ class Repeat(_Replayed):
             return {role: Dense(by_sample.sum(summed).reshape(samples.count, *weight.shape))}
         return one_by_one(call, lambda n: self._masked(call, gradient, samples.layout, n), samples.count)
 
-    def _masked(self, call: Call, gradient: Tensor, layout: Layout, sample: int) -> dict[str, Tensor]:
+    def _masked(self, call: Call, gradient: Tensor, layout: SampleLayout, sample: int) -> dict[str, Tensor]:
         alone = torch.zeros_like(gradient)
         layout.take(alone, sample).copy_(layout.take(gradient, sample))
         return _vjp(call, call.inputs, alone)
@@ -197,7 +197,7 @@ class Local(_Replayed):
 
     owns_output = False
 
-    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
         return True
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -212,13 +212,15 @@ class Local(_Replayed):
         shared = self.shared(call, samples) if shared is None else shared
         kept = {}
         for place, tensor in call.inputs.items():
-            layout = samples.layout if samples.layout.fits(tensor.shape, samples.count) else Layout(0, 1)
+            layout = (
+                samples.layout if samples.layout.fits(tensor.shape, samples.count) else SampleLayout(0, 1)
+            )
             kept[place] = tensor if place in shared else layout.take(tensor, sample)
         return kept
 
     def shared(self, call: Call, samples: Samples) -> frozenset[str]:
         """Inputs without a dimension for samples. Asked while planning: in a later batch the sizes may be equal by chance."""
-        layouts = (samples.layout, Layout(0, 1))
+        layouts = (samples.layout, SampleLayout(0, 1))
         fits = {p: any(x.fits(t.shape, samples.count) for x in layouts) for p, t in call.inputs.items()}
         return frozenset(place for place, fit in fits.items() if not fit)
 

@@ -2,11 +2,10 @@
 
 A weight's use is run with the weight detached, so autograd computes no weight gradient, and a tap behind it (or a hook,
 once the plan is proven) hands the output gradient to the use's vote rule. Whatever the mode cannot see still reaches
-the weight through autograd, where `graph.reach` finds it."""
+the weight through autograd, where `sample_rows.reach` finds it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,14 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.batched import kernels
-from gradfix.votes.batched.forms import Dense, Form, Sum, combine, densify
+from gradfix.votes.batched.forms import Dense, Form, densify, overlaps_itself, settle
 from gradfix.votes.batched.layers import Call, Samples
-from gradfix.votes.batched.plan import Key, NeedsLoop, Plan, PlanMismatch, Step, read_call
+from gradfix.votes.batched.passplan import (
+    CallPlaces,
+    Key,
+    NeedsLoop,
+    PassPlan,
+    PlanMismatch,
+    Step,
+    note_places,
+    read_call,
+)
 from gradfix.votes.batched.replay import aligned, overwrites, pulled_back, run
-from gradfix.votes.batched.reread import Recipe, write_down
-from gradfix.votes.batched.views import geometry, overlap, overlaps_itself, region, same_storage
 from gradfix.votes.batched.watch import (
     Spread,
     Tap,
@@ -34,15 +39,10 @@ from gradfix.votes.batched.watch import (
     refuse_inner,
     tensors_in,
 )
+from gradfix.votes.tally import Tally
 
 _CASTS = {
-    Tensor.to,
-    Tensor.float,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.double,
-    Tensor.type_as,
-    Tensor.contiguous,
+    getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]
 }
 
 
@@ -51,7 +51,7 @@ class Use:
 
     __slots__ = ("call", "inputs", "shape", "step", "versions", "votes")
 
-    def __init__(self, votes: Votes, step: Step, call: Call) -> None:
+    def __init__(self, votes: VotingWatch, step: Step, call: Call) -> None:
         self.votes, self.step, self.call = votes, step, call
         self.inputs: dict[str, Tensor] | None = call.inputs
         self.shape: Sequence[int] = ()
@@ -81,11 +81,11 @@ class Use:
             self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0].reshape(self.shape))
 
 
-class Votes(Watch):
+class VotingWatch(Watch):
     """Run a plan: every use of a weight is tapped, and its votes are folded during the backward pass."""
 
-    def __init__(self, plan: Plan, tally: Tally, samples: int, device: torch.device) -> None:
-        super().__init__(tally.parameters, device)
+    def __init__(self, plan: PassPlan, tally: Tally, samples: int) -> None:
+        super().__init__(tally.parameters, tally.device)
         self.plan, self.tally, self.samples = plan, tally, samples
         self.position, self.replaying = 0, False
         self.recomputes = False  # activations of some use are not kept, and its forward may run again
@@ -103,9 +103,9 @@ class Votes(Watch):
         refuse_inner(func)
         if not self._may_hold_weights(args) and not (kwargs and self._may_hold_weights(kwargs.values())):
             return func(*args, **kwargs)
-        recipe = self.plan.recipes.get(self.position)
-        if recipe is not None and recipe.function is func and not self.replaying and torch.is_grad_enabled():
-            output = self._by_recipe(recipe, func, args, kwargs)
+        places = self.plan.places.get(self.position)
+        if places is not None and places.function is func and not self.replaying and torch.is_grad_enabled():
+            output = self._by_places(places, func, args, kwargs)
             if output is not None:
                 return output
         weights = self.weights_in(args, kwargs)
@@ -139,19 +139,19 @@ class Votes(Watch):
                 return True
         return False
 
-    def _by_recipe(
-        self, recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _by_places(
+        self, places: CallPlaces, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        if len(args) != recipe.positional or len(kwargs) != len(recipe.names) or _saving_is_redirected():
+        if len(args) != places.positional or len(kwargs) != len(places.names) or _saving_is_redirected():
             return None
         values = [*args, *kwargs.values()]
-        call = recipe.read(values, self.tracked) if not kwargs or tuple(kwargs) == recipe.names else None
+        call = places.read(values, self.tracked) if not kwargs or tuple(kwargs) == places.names else None
         if call is None:
             return None
         step = self.plan.steps[self.position]
         self.position += 1
         if kwargs:
-            output = func(*values[: len(args)], **dict(zip(recipe.names, values[len(args) :])))
+            output = func(*values[: len(args)], **dict(zip(places.names, values[len(args) :])))
         else:
             output = func(*values)
         return self._watched(step, call, output, redirected=False)
@@ -174,10 +174,10 @@ class Votes(Watch):
             return self._spread(step, call, func)
         if overwrites(func):
             call.inputs = {role: tensor.clone() for role, tensor in call.inputs.items()}
-        elif self.plan.light and step.on_samples and not self.replaying:
-            recipe = write_down(func, args, kwargs, call, self.tracked)
-            if recipe is not None:
-                self.plan.recipes[self.position - 1] = recipe
+        elif self.plan.proven and step.on_samples and not self.replaying:
+            places = note_places(func, args, kwargs, call, self.tracked)
+            if places is not None:
+                self.plan.places[self.position - 1] = places
         output = func(*self._detached(args), **self._detached(kwargs))
         return self._watched(step, call, output, _saving_is_redirected())
 
@@ -208,7 +208,7 @@ class Votes(Watch):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         use = self._use(step, call)
         self.recomputes = self.recomputes or redirected
-        if self.plan.light and step.on_samples and output.requires_grad and not redirected:
+        if self.plan.proven and step.on_samples and output.requires_grad and not redirected:
             node = _lasting_node(output)
             if node is not None:
                 use.shape = output.shape
@@ -250,7 +250,7 @@ class Votes(Watch):
         outputs = list(tensors_in(output))
         if func in _CASTS:
             views: list[Tensor] = [source.votes]
-        elif all(same_storage(tensor, source.tensor) for tensor in outputs):
+        elif all(_same_storage(tensor, source.tensor) for tensor in outputs):
             try:
                 views = list(tensors_in(func(*_swapped(args, source), **_swapped(kwargs, source))))
             except RuntimeError:  # a view that the weight's strides allow, and the tally's do not
@@ -260,7 +260,11 @@ class Votes(Watch):
         else:
             return
         for tensor, view in zip(outputs, views):
-            if view.shape == tensor.shape and id(tensor) in self.tracked and same_storage(view, source.votes):
+            if (
+                view.shape == tensor.shape
+                and id(tensor) in self.tracked
+                and _same_storage(view, source.votes)
+            ):
                 self.tracked[id(tensor)].votes = view
 
     def _refuse_recomputed(self, output: Any) -> None:
@@ -303,22 +307,10 @@ class Votes(Watch):
             self._settle(name)
 
     def _settle(self, name: str) -> None:
-        """All uses of a weight are in: entries used more than once are summed before the sign."""
+        """All uses of a weight are in."""
         uses, self.waiting[name] = self.waiting[name], []
-        groups: list[list[tuple[Form, Tensor]]] = []
-        for use in uses:
-            touching = [group for group in groups if any(overlap(use[1], votes) for _, votes in group)]
-            groups = [group for group in groups if group not in touching]
-            groups.append([use, *(member for group in touching for member in group)])
-        for group in groups:
-            first = group[0][1]
-            if all(geometry(votes) == geometry(first) for _, votes in group):
-                parts = [(form, lambda out: out) for form, _ in group]
-                self._fold(combine(parts, first.shape), first)
-            else:
-                whole = self.tally[name]
-                parts = [(form, functools.partial(region, like=votes)) for form, votes in group]
-                self._fold(Sum(parts, whole.shape), whole)
+        for form, votes in settle(uses, self.tally[name]):
+            self._fold(form, votes)
 
     def _fold(self, form: Form, votes: Tensor) -> None:
         if isinstance(form, Dense) and kernels.sees(form.values) and votes.is_contiguous():
@@ -362,6 +354,10 @@ def _lasting_node(output: Tensor) -> Any:
     assert base is not None
     same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
     return base.grad_fn if same else None
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _swapped(value: Any, source: Tracked) -> Any:

@@ -1,6 +1,6 @@
 """Watch a model's operations on its weights, without touching the model.
 
-A torch-function mode sees every torch call while it is active and nothing afterwards. `Probe` records what is done
+A torch-function mode sees every torch call while it is active and nothing afterwards. `PlanningWatch` records what is done
 to each weight and asks autograd which entries one sample reaches; what it finds becomes a plan."""
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradfix.votes.batched.indexing import keeps_rows
 from gradfix.votes.batched.layers import rule_for
-from gradfix.votes.batched.plan import Key, NeedsLoop, Operation
+from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation
 from gradfix.votes.batched.replay import overwrites
-from gradfix.votes.batched.rows import support
+from gradfix.votes.batched.sample_rows import keeps_rows, support
 
 _BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 Receiver = Callable[[Sequence[Tensor], Tensor], None]
@@ -126,8 +125,8 @@ class Watch(TorchFunctionMode):
                 self.tracked[id(tensor)] = Tracked(tensor, roots, step, live)
 
 
-class Probe(Watch):
-    """Record every operation on a weight, and which entries of its output each probed sample reaches."""
+class PlanningWatch(Watch):
+    """Record every operation on a weight, and which entries of its output each asked sample reaches."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device

@@ -1,20 +1,136 @@
-"""Build a model without its weights, split it over the processes, and read each process's part from the files."""
+"""Build a model without its weights and split it over processes: each reads its own part from the files.
+
+FSDP2 with a reduce-scatter that carries signs instead of gradients: the backward pass leaves each process with its
+slice of the summed signs, one byte per weight on the wire."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.slices import load_slices
-from gradfix.errors import CorruptInput
-from gradfix.votes.distributed.sharded import SignReduceScatter, shard
+from gradfix.errors import CorruptInput, UnsafeResult, UsageError
+from gradfix.system.processes import Group
+
+MOST_IN_INT8 = 127
+
+
+class SignReduceScatter(ReduceScatter):
+    """Sum the signs of all processes' gradients; `voice` 0 takes part without voting."""
+
+    def __init__(self) -> None:
+        self.voice = 1
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        kind = torch.int8 if group.size() <= MOST_IN_INT8 else torch.int32
+        signs = torch.zeros_like(input_tensor, dtype=kind)
+        if self.voice:
+            signs.copy_(input_tensor.sign())
+        summed = torch.empty_like(output_tensor, dtype=kind)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
+        reduce_scatter(summed, signs, group=group, op=dist.ReduceOp.SUM)
+        output_tensor.copy_(summed)
+
+
+def mesh_of(group: Group, device: str, replicas: int = 1) -> DeviceMesh:
+    """All processes in one row, or `replicas` rows that each hold the whole model (HSDP)."""
+    kind = torch.device(device).type
+    if replicas < 1 or group.size % replicas:
+        raise UsageError(f"{group.size} processes cannot hold {replicas} replicas of the model.")
+    if group.size // replicas < 2:
+        raise UsageError(
+            "a sharded vote needs at least two processes per replica: FSDP sends nothing between fewer, and "
+            "nothing would be signed. Vote without --sharded, or start more processes."
+        )
+    if replicas == 1:
+        return init_device_mesh(kind, (group.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (replicas, group.size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    compute: torch.dtype | None = None,
+    recompute: bool = False,
+) -> SignReduceScatter:
+    """Split the model over the mesh, block by block; works on a model without weights (meta device).
+
+    `compute` is the dtype of the passes where it is not the weights' own; `recompute` keeps no activations
+    inside the blocks."""
+    refuse_untied(model)
+    signs = SignReduceScatter()
+    # bf16 counts to 256 only, and the sums travel in the dtype of the reduction
+    reduce = torch.float32 if mesh.size() > MOST_IN_INT8 else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    if recompute:
+        _recompute(model)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(signs)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)
+    return signs
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers: children of the outermost module lists."""
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.extend(item for item in child if next(item.parameters(), None) is not None)
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+def _recompute(model: nn.Module) -> None:
+    from torch.distributed._composable import checkpoint  # type: ignore[attr-defined]
+
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = False  # a cache would grow once more in the second forward pass
+    for block in blocks(model):
+        checkpoint(block)
+
+
+def refuse_untied(model: nn.Module) -> None:
+    """A weight that the config ties but the loader delivered twice would vote in two halves."""
+    config = getattr(model, "config", None)
+    inner = getattr(model, "get_input_embeddings", lambda: None)()
+    outer = getattr(model, "get_output_embeddings", lambda: None)()
+    if not getattr(config, "tie_word_embeddings", False) or inner is None or outer is None:
+        return
+    if inner.weight is not outer.weight:
+        raise UnsafeResult(
+            "the config ties input and output embeddings, but the model holds two tensors: each would vote on "
+            "half of the gradient. Load the model with its weights tied (model.tie_weights())."
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +174,7 @@ def build_empty(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Mod
     with no_init_weights(), init_empty_weights(include_buffers=False):
         model = make()
     stored = name_map(model, checkpoint.names()).renamed  # of all tensors: none are tied yet
-    getattr(model, "tie_weights", _nothing)()
+    getattr(model, "tie_weights", lambda: None)()
     first: dict[int, str] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         twin = first.setdefault(id(parameter), name)
@@ -94,7 +210,3 @@ def fill_buffers(model: nn.Module, checkpoint: Checkpoint, computed: Mapping[str
                 )
     for name, buffer in model.named_buffers():
         buffer.copy_(checkpoint.read(name) if name in stored else computed[name])
-
-
-def _nothing() -> None:
-    """For models that know no tied weights."""

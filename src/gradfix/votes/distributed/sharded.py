@@ -1,143 +1,42 @@
-"""Votes of a model that no device holds: FSDP2 with a reduce-scatter that carries signs instead of gradients.
+"""Votes of a model that no device holds: every process asks one sample per step and keeps its slices of the votes.
 
-Every process asks one sample per step; the backward pass leaves each with its own slice of the summed signs,
-one byte per weight on the wire. FSDP has several ways to deliver a gradient in pieces, late or not at all,
-and all of them would give wrong votes in silence: so every fold is counted, and anything but exactly one per
-weight and step is an error."""
+FSDP has several ways to deliver a gradient in pieces, late or not at all, and all of them would give wrong votes in
+silence: so every fold is counted, and anything but exactly one per weight and step is an error. The votes are written
+without being held anywhere: every tensor is put together on the one process that writes it."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp import FSDPModule
 
-from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.checkpoints.folder import write_index
+from gradfix.checkpoints.names import NameMap
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.safetensors_file import TensorInfo
+from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
+from gradfix.checkpoints.slices import whole_tensors
+from gradfix.checkpoints.write import seal, staged_folder
+from gradfix.errors import OutputError, UnsafeResult
 from gradfix.system.processes import Group, together
-from gradfix.vectors.signvotes import Tally
-from gradfix.votes.collect import BAD_SAMPLE_SHARE, left_as_it_was, voting_parameters
-from gradfix.votes.distributed.parallel import Batches
-from gradfix.votes.distributed.slots import Slots
-from gradfix.votes.engines.loop import Batch, Loss, take
-from gradfix.votes.resume import resumable, weights_key
+from gradfix.vectors.signvotes import dtype_for
+from gradfix.votes.collect import VoteRun, refuse_bad, refuse_nothing, voting_parameters
+from gradfix.votes.distributed.build import Sharded, SignReduceScatter, refuse_untied
+from gradfix.votes.distributed.parallel import gathered
+from gradfix.votes.engines.loop import Batches, Loss, folding, take
+from gradfix.votes.resume import Bad, VoteStep, local, vote_key
+from gradfix.votes.tally import Tally
 
-MOST_IN_INT8 = 127
 IN_PIECES = "its gradient came in pieces: a layer that is used more than once, or reentrant checkpointing."
-
-
-class SignReduceScatter(ReduceScatter):
-    """Sum the signs of all processes' gradients; `voice` 0 takes part without voting."""
-
-    def __init__(self) -> None:
-        self.voice = 1
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        kind = torch.int8 if group.size() <= MOST_IN_INT8 else torch.int32
-        signs = torch.zeros_like(input_tensor, dtype=kind)
-        if self.voice:
-            signs.copy_(input_tensor.sign())
-        summed = torch.empty_like(output_tensor, dtype=kind)
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # its newer name
-        reduce_scatter(summed, signs, group=group, op=dist.ReduceOp.SUM)
-        output_tensor.copy_(summed)
-
-
-def mesh_of(group: Group, device: str, replicas: int = 1) -> DeviceMesh:
-    """All processes in one row, or `replicas` rows that each hold the whole model (HSDP)."""
-    kind = torch.device(device).type
-    if replicas < 1 or group.size % replicas:
-        raise UsageError(f"{group.size} processes cannot hold {replicas} replicas of the model.")
-    if group.size // replicas < 2:
-        raise UsageError(
-            "a sharded vote needs at least two processes per replica: FSDP sends nothing between fewer, and "
-            "nothing would be signed. Vote without --sharded, or start more processes."
-        )
-    if replicas == 1:
-        return init_device_mesh(kind, (group.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (replicas, group.size // replicas), mesh_dim_names=("replicate", "shard"))
-
-
-def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    compute: torch.dtype | None = None,
-    recompute: bool = False,
-) -> SignReduceScatter:
-    """Split the model over the mesh, block by block; works on a model without weights (meta device).
-
-    `compute` is the dtype of the passes where it is not the weights' own; `recompute` keeps no activations
-    inside the blocks."""
-    refuse_untied(model)
-    signs = SignReduceScatter()
-    # bf16 counts to 256 only, and the sums travel in the dtype of the reduction
-    reduce = torch.float32 if mesh.size() > MOST_IN_INT8 else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    if recompute:
-        _recompute(model)
-    for block in blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(signs)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)
-    return signs
-
-
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers: children of the outermost module lists."""
-    found: list[nn.Module] = []
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                found.extend(item for item in child if next(item.parameters(), None) is not None)
-            else:
-                walk(child)
-
-    walk(model)
-    return found
-
-
-def _recompute(model: nn.Module) -> None:
-    from torch.distributed._composable import checkpoint  # type: ignore[attr-defined]
-
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(config, "use_cache"):
-        config.use_cache = False  # a cache would grow once more in the second forward pass
-    for block in blocks(model):
-        checkpoint(block)
-
-
-def refuse_untied(model: nn.Module) -> None:
-    """A weight that the config ties but the loader delivered twice would vote in two halves."""
-    config = getattr(model, "config", None)
-    inner = getattr(model, "get_input_embeddings", lambda: None)()
-    outer = getattr(model, "get_output_embeddings", lambda: None)()
-    if not getattr(config, "tie_word_embeddings", False) or inner is None or outer is None:
-        return
-    if inner.weight is not outer.weight:
-        raise UnsafeResult(
-            "the config ties input and output embeddings, but the model holds two tensors: each would vote on "
-            "half of the gradient. Load the model with its weights tied (model.tie_weights())."
-        )
 
 
 @dataclass
@@ -149,102 +48,64 @@ class ShardedVotes:
     notes: list[str] = field(default_factory=list)
 
 
-def collect_sharded(
-    group: Group,
-    model: nn.Module,
-    signs: SignReduceScatter,
-    loss: Loss,
-    batches: Batches,
-    *,
-    shelf: Slots | None = None,
-    identity: str = "",
-    progress: Callable[[int], None] | None = None,
-) -> ShardedVotes:
-    """One sample per process and step; every process keeps its slice of every tensor's votes.
+class InShards(VoteRun[ShardedVotes]):
+    """One sample per process and step; every process keeps its slice of every tensor's votes."""
 
-    With `shelf`, finished steps are saved there and skipped when the same call runs again; `identity` then names
-    what the votes depend on besides model and batches."""
-    if not len(batches.rows):
-        raise DataError("no samples to vote with; check the data and --shots.")
-    refuse_untied(model)
-    parameters = voting_parameters(model)
-    tally = Tally({name: _local(parameter) for name, parameter in parameters.items()})  # type: ignore[misc]
-    folds: Counter[str] = Counter()
-    handles = [
-        parameter.register_post_accumulate_grad_hook(_fold(name, tally, folds))
-        for name, parameter in parameters.items()
-    ]
-    notes: list[str] = []
-    steps = _own_samples(group, batches)
-    if shelf is not None:
-        steps = resumable(shelf, tally, steps, key=_key(group, model, identity), bad=notes)
-    try:
-        with left_as_it_was(model):
-            for first, sample in steps:
-                _step(group, model, signs, loss, sample, (first, len(batches.rows)), tally, folds, notes)
-                if progress is not None:
-                    progress(1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found = sorted(text for some in group.gather(notes) for text in some)
-    with together(group):
-        if len(found) > BAD_SAMPLE_SHARE * len(batches.rows):
-            raise DataError(
-                f"{len(found)} of {len(batches.rows)} samples give a loss that is not finite, first {found[0]}."
-            )
-    silent = group.gather(not any(bool(buffer.any()) for _, buffer in tally.items()))
-    with together(group):
-        if all(silent):
-            raise UnsafeResult("every weight abstained: no gradient reached any parameter.")
-    return ShardedVotes(tally, len(batches.rows) - len(found), found)
+    batches: Batches
 
+    def __init__(
+        self, group: Group, model: nn.Module, signs: SignReduceScatter, loss: Loss, batches: Batches
+    ) -> None:
+        self.parameters = voting_parameters(model)
+        slices = {name: local(parameter) for name, parameter in self.parameters.items()}
+        super().__init__(model, loss, batches, Tally(slices))  # type: ignore[arg-type]
+        self.group, self.signs, self.count = group, signs, len(batches.rows)
+        self.folds: Counter[str] = Counter()
+        refuse_untied(model)
 
-def _step(
-    group: Group,
-    model: nn.Module,
-    signs: SignReduceScatter,
-    loss: Loss,
-    sample: Batch,
-    place: tuple[int, int],
-    tally: Tally,
-    folds: Counter[str],
-    notes: list[str],
-) -> None:
-    """All processes fold one sample each; those beyond the last sample take part without voting."""
-    first, count = place
-    number = first + group.rank
-    with torch.enable_grad():
-        value = loss(model, sample).sum()
-    finite = bool(torch.isfinite(value))
-    signs.voice = int(finite and number < count)
-    if not finite and number < count:
-        notes.append(f"sample {number}: loss is {float(value)}")
-    tally.reserve(min(group.size, count - first))
-    folds.clear()
-    value.backward()
-    check_folds(folds, tally)
-    check_finished(model)
+    def key(self, identity: str) -> str:
+        return vote_key(self.model, "sharded", identity, self.group.rank, self.group.size)
 
+    def steps(self) -> Iterator[VoteStep]:
+        """This process's sample of each step; beyond the last one, that again, with the padding of its batch."""
+        for number in range(self.group.rank, self.count + self.group.rank, self.group.size):
+            index, row = divmod(min(number, self.count - 1), self.batches.size)
+            yield VoteStep(number, take(self.batches[index], slice(row, row + 1)))
 
-def _own_samples(group: Group, batches: Batches) -> Iterator[tuple[int, Batch]]:
-    """Per step the number of its first sample and the sample of this process."""
-    for first in range(0, len(batches.rows), group.size):
-        yield first, sample_at(batches, min(first + group.rank, len(batches.rows) - 1))
+    def hooks(self) -> AbstractContextManager[None]:
+        return folding(self.parameters, self._fold_slice)
 
+    def _fold_slice(self, name: str, gradient: Tensor) -> None:
+        buffer = self.tally[name]
+        buffer.sub_(local(gradient).to(buffer.dtype))
+        self.folds[name] += 1
 
-def _key(group: Group, model: nn.Module, identity: str) -> str:
-    """What this process's part of the votes depends on; every process looks at its own slices of the weights."""
-    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    kinds = sorted({tensor.device.type for tensor in tensors.values()})
-    about = repr(("sharded", identity, group.rank, group.size, kinds))
-    return weights_key({name: _local(tensor) for name, tensor in tensors.items()}, about)
+    def fold(self, step: VoteStep) -> list[Bad]:
+        """All processes fold one sample each; those beyond the last sample take part without voting."""
+        number, _ = step
+        with torch.enable_grad():
+            value = self.loss(self.model, step.batch).sum()
+        finite, voting = bool(torch.isfinite(value)), number < self.count
+        self.signs.voice = int(finite and voting)
+        self.tally.reserve(min(self.group.size, self.count - number + self.group.rank))
+        self.folds.clear()
+        value.backward()
+        check_folds(self.folds, self.tally)
+        check_finished(self.model)
+        return [(number, self.told(number, value))] if voting and not finite else []
 
+    def refuse_bad(self, bad: Sequence[Bad], step: VoteStep) -> None:
+        """What one process leaves out says nothing yet."""
 
-def sample_at(batches: Batches, number: int) -> Batch:
-    """One sample with the padding of the batch it would be in, as one process sees it."""
-    index, row = divmod(number, batches.size)
-    return take(batches[index], slice(row, row + 1))
+    def result(self, bad: list[Bad]) -> ShardedVotes:
+        found = gathered(self.group, bad)
+        silent = self.group.gather(not any(bool(buffer.any()) for _, buffer in self.tally.items()))
+        with together(self.group):
+            refuse_nothing(self.tally)
+            refuse_bad(found, self.count)
+            if all(silent):
+                raise UnsafeResult("every weight abstained: no gradient reached any parameter.")
+        return ShardedVotes(self.tally, self.count - len(found), [text for _, text in found])
 
 
 def check_folds(folds: Counter[str], tally: Tally) -> None:
@@ -259,15 +120,14 @@ def check_folds(folds: Counter[str], tally: Tally) -> None:
                 "its gradient never arrived: the layer took no part in the loss, or its sync is switched off."
             )
         else:
-            cause = "its gradient came in pieces: a layer that is used more than once, or reentrant checkpointing."
+            cause = IN_PIECES
         raise UnsafeResult(f"weight {name!r} was folded {folds[name]} times in one step; {cause}")
 
 
 def check_finished(model: nn.Module) -> None:
     """After a step nothing may be left over: a part of a gradient that came after its fold is in no vote."""
     for name, parameter in model.named_parameters():
-        late = not hasattr(parameter, "to_local") or parameter.grad is not None
-        if late:
+        if not hasattr(parameter, "to_local") or parameter.grad is not None:
             raise UnsafeResult(
                 f"weight {name!r} got a part of its gradient after it was folded; {IN_PIECES} "
                 "Recompute without reentrant checkpointing."
@@ -277,24 +137,104 @@ def check_finished(model: nn.Module) -> None:
         for group in getattr(state, "_fsdp_param_groups", None) or []:
             for held in group.fsdp_params:
                 whole = getattr(held, "_unsharded_param", None)
-                if (
-                    whole is not None and whole.grad is not None
-                ) or held.unsharded_accumulated_grad is not None:
+                late = whole is not None and whole.grad is not None
+                if late or held.unsharded_accumulated_grad is not None:
                     raise UnsafeResult(f"a gradient was left behind unfolded in a step; {IN_PIECES}")
 
 
-def _fold(name: str, tally: Tally, folds: Counter[str]) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        buffer = tally[name]
-        buffer.sub_(_local(parameter.grad).to(buffer.dtype))
-        parameter.grad = None
-        folds[name] += 1
+def save_sharded(
+    group: Group,
+    votes: ShardedVotes,
+    sharded: Sharded,
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    target_hash: str,
+    origin: Mapping[str, Any] | None = None,
+) -> None:
+    """All processes call it; the votes come out whole or not at all. `out` must be on a disk all can reach.
 
-    return hook
+    A path ending in .safetensors becomes one file, written by rank 0; any other path a folder with one file per
+    process and an index, written side by side. Both are read like any votes file."""
+    about = {"format": "gradfix.votes", "count": str(votes.count), "rule": "majority"}
+    about |= {"target_hash": target_hash, **({"origin": json.dumps(dict(origin))} if origin else {})}
+    shapes = _disk_shapes(votes, sharded, checkpoint)
+    if out.suffix == ".safetensors":
+        staging = out.with_name(f".{out.name}.staged")
+        _write(group, votes, sharded, shapes, dict.fromkeys(shapes, (0, staging)), about)
+        with together(group):
+            if group.leads:
+                seal(staging)
+                os.replace(staging, out)
+        return
+    owners = _owners(shapes, sharded.names, group.size)
+    with ExitStack() as held:
+        with together(group):
+            folder = str(held.enter_context(staged_folder(out, overwrite=True))) if group.leads else ""
+        home = Path(group.gather(folder)[0])
+        files = [home / f"votes-{rank + 1:05d}-of-{group.size:05d}.safetensors" for rank in range(group.size)]
+        _write(group, votes, sharded, shapes, {disk: (r, files[r]) for disk, r in owners.items()}, about)
+        with together(group):
+            if group.leads:
+                used = sorted(set(owners.values()))
+                layout = {files[r].name: [disk for disk in owners if owners[disk] == r] for r in used}
+                write_index(home, layout, 0, always=True)
+        with together(group):
+            held.close()
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
+def _disk_shapes(votes: ShardedVotes, sharded: Sharded, checkpoint: Checkpoint) -> dict[str, torch.Size]:
+    """Every votes tensor the file will hold, in the order they are put together."""
+    names, voted = sharded.names, votes.tally.parameters
+    parameters = dict(sharded.model.named_parameters())
+    split = {source for place in names.fused.values() for source in place.sources}
+    shapes = {names.renamed.get(n, n): parameters[n].shape for n in voted if n not in split}
+    whole = {disk: place for disk, place in names.fused.items() if all(s in voted for s in place.sources)}
+    shapes |= {disk: place.shape for disk, place in whole.items()}
+    return {disk: shape for disk, shape in shapes.items() if disk in checkpoint}
+
+
+def _owners(shapes: Mapping[str, torch.Size], names: NameMap, size: int) -> dict[str, int]:
+    """Who writes which tensor: the largest first to whoever has least, parts of one module tensor together."""
+    clusters: dict[str, list[str]] = {}
+    for disk in shapes:
+        key = min(names.fused[disk].sources) if disk in names.fused else disk
+        clusters.setdefault(key, []).append(disk)
+    sizes = {key: sum(shapes[disk].numel() for disk in members) for key, members in clusters.items()}
+    loads = [0] * size
+    owners: dict[str, int] = {}
+    for key in sorted(clusters, key=lambda key: -sizes[key]):
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[key]
+        owners |= dict.fromkeys(clusters[key], rank)
+    return {disk: owners[disk] for disk in shapes}
+
+
+def _write(
+    group: Group,
+    votes: ShardedVotes,
+    sharded: Sharded,
+    shapes: Mapping[str, torch.Size],
+    places: Mapping[str, tuple[int, Path]],
+    about: Mapping[str, str],
+) -> None:
+    """`places` has who writes each tensor, and the file; every process walks through all of them, in step."""
+    kind = dtype_for(votes.count)
+    own = {disk: TensorInfo(tuple(shapes[disk]), kind) for disk in shapes if places[disk][0] == group.rank}
+    parameters, nobody = dict(sharded.model.named_parameters()), (0, Path())
+    slices = dict(votes.tally.items())
+    walk = whole_tensors(group, slices, parameters, sharded.names, lambda disk: places.get(disk, nobody)[0])
+    if not own:
+        for _ in walk:
+            pass
+    else:
+        with SafetensorsWriter(places[next(iter(own))][1], own, about) as writer:
+            order = iter(own)
+            for disk, whole in walk:
+                if disk not in own:
+                    continue
+                if disk != next(order):
+                    raise OutputError("the votes arrived out of order; this is a bug, please report it.")
+                writer.write(whole.to(kind))
+            writer.close()
+    group.gather(None)

@@ -5,16 +5,22 @@ The choice and its reason go into the notes of the votes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from gradfix.vectors.signvotes import Tally
 from gradfix.votes.batched.engine import LOOP_SHARE, batched, left_out_share
-from gradfix.votes.engines.loop import Batch, Loss, backward, batch_size, folding, loop, samples, take
-
-Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
+from gradfix.votes.engines.loop import (
+    Batch,
+    Engine,
+    Loss,
+    backward,
+    batch_size,
+    folding,
+    loop,
+    samples,
+    take,
+)
+from gradfix.votes.tally import Tally
 
 CHECKED_SAMPLES = 2
 MEMORY_SHARE = 0.8
@@ -61,7 +67,7 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
         size = dense.abs() if dense.dim() < 2 else dense.abs().max()
         largest[name] = torch.maximum(largest[name], size) if name in largest else size
 
-    with folding(trial, take_back):
+    with folding(trial.parameters, take_back):
         for sample in samples(batch):
             backward(loss, model, sample)
     scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)
@@ -80,7 +86,7 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
     """The batched engine, on as many samples at a time as the device has room for."""
-    device = next(iter(tally.parameters.values())).device
+    device = tally.device
     if device.type != "cuda" or bytes_per_sample <= 0:
         return batched
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -98,7 +104,7 @@ def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
 
 
 def _allocated(tally: Tally) -> int:
-    device = next(iter(tally.parameters.values())).device
+    device = tally.device
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -106,5 +112,5 @@ def _allocated(tally: Tally) -> int:
 
 
 def _peak(tally: Tally) -> int:
-    device = next(iter(tally.parameters.values())).device
+    device = tally.device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -6,8 +6,9 @@ other engine is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.vectors.signvotes import Tally
+from gradfix.votes.tally import Tally
 
 Batch = Any
 Loss = Callable[[nn.Module, Batch], Tensor]
-
+Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
 
 SILENT = (
     "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
@@ -29,6 +30,27 @@ SILENT = (
 
 class NotFinite(Exception):
     """An engine found a loss that is NaN or infinite; nothing of the batch has been counted."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches that are put together when asked for, so that a process makes only those it needs.
+
+    `where` are the samples' names for messages."""
+
+    collate: Callable[[Sequence[Any]], Batch]
+    rows: Sequence[Any]
+    size: int
+    where: Sequence[str] | None = None
+
+    def __len__(self) -> int:
+        return (len(self.rows) + self.size - 1) // self.size
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.collate(self.rows[index * self.size : (index + 1) * self.size])
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
 
 
 def batch_size(batch: Batch) -> int:
@@ -51,10 +73,10 @@ def samples(batch: Batch) -> Iterator[Batch]:
 
 
 @contextmanager
-def folding(tally: Tally, fold: Callable[[str, Tensor], None]) -> Iterator[None]:
+def folding(parameters: Mapping[str, Tensor], fold: Callable[[str, Tensor], object]) -> Iterator[None]:
     """Call `fold(name, gradient)` for every finished gradient, then drop the gradient."""
     handles = []
-    for name, parameter in tally.parameters.items():
+    for name, parameter in parameters.items():
 
         def hook(parameter: Tensor, name: str = name) -> None:
             if parameter.grad is not None:
@@ -84,7 +106,7 @@ def fold_each(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
             gradient = gradient.to_dense()
         buffer.sub_(gradient.sign().to(buffer.dtype))
 
-    with folding(tally, fold):
+    with folding(tally.parameters, fold):
         for sample in samples(batch):
             backward(loss, model, sample)
 

@@ -1,12 +1,14 @@
 """What the batched engine has found out about a model: which operation votes for which weight, and how.
 
 A plan is made once per model and kind of batch, from a few samples, and holds for every later batch whose
-operations come in the same order; an operation that does not match raises `PlanMismatch` and a new plan is made."""
+operations come in the same order; an operation that does not match raises `PlanMismatch` and a new plan is made.
+A batched pass is launched call by call, and on a fast device the launching is what takes time: so a proven plan keeps,
+for each operation, where its tensors stand among the arguments."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
 from gradfix.votes.batched.replay import LOCAL, REPEAT, Local, out_of_place
-from gradfix.votes.batched.reread import Recipe
-from gradfix.votes.batched.rows import Layout, candidates, explain
+from gradfix.votes.batched.sample_rows import SampleLayout, candidates, explain
+
+_PLAIN = (int, float, bool, str, type(None))
 
 Key = tuple[Callable[..., Any], tuple[tuple[str, ...], ...]]
 
@@ -49,7 +52,7 @@ class Step:
     key: Key
     role: str
     rule: Rule | None = None
-    layout: Layout | None = None
+    layout: SampleLayout | None = None
     roots: frozenset[str] = frozenset()
     on_samples: bool = True
     shared: frozenset[str] = frozenset()  # inputs of a replayed operation that are the same for all samples
@@ -57,12 +60,12 @@ class Step:
 
 
 @dataclass
-class Plan:
+class PassPlan:
     steps: list[Step]
     left_out: set[str]
     ragged: bool = False
-    light: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
-    recipes: dict[int, Recipe] = field(default_factory=dict)  # by the number of the step
+    proven: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
+    places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
 
     @property
     def flat(self) -> bool:
@@ -78,7 +81,7 @@ class Plan:
         return Counter(name for step in self.steps if step.role == "vote" for name in step.votes)
 
 
-def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> Plan:
+def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> PassPlan:
     """Decide, in the order of the calls, where each weight meets the samples."""
     steps: list[Step] = []
     left_out = set(extra)
@@ -95,7 +98,7 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> P
             else:
                 left_out |= roots
         steps.append(step)
-    return Plan(leave_out(steps, left_out), left_out)
+    return PassPlan(leave_out(steps, left_out), left_out)
 
 
 def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:
@@ -143,3 +146,72 @@ def read_call(
         call.options["function"] = out_of_place(function)
         rule.prepare(call, function)
     return call
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlaces:
+    """How to read an operation again without asking its rule. Places count the positional arguments first, then the named ones in the order they are given."""
+
+    function: Callable[..., Any]
+    positional: int
+    names: tuple[str, ...]
+    weights: tuple[tuple[str, int, tuple[str, ...], Any], ...]  # role, place, names of the parameters, shape
+    inputs: tuple[tuple[str, int, int], ...]  # role, place, dimensions
+    rest: tuple[tuple[int, Any], ...]  # values that must be the same again
+    options: dict[str, Any]
+
+    def read(self, values: list[Any], tracked: Mapping[int, Any]) -> Call | None:
+        """The call's parts, its weights detached among `values`; None unless all stands where it stood."""
+        for place, value in self.rest:
+            again = values[place]
+            if again is not value and (again.__class__ is not value.__class__ or again != value):
+                return None
+        inputs = {}
+        for role, place, dimensions in self.inputs:
+            tensor = values[place]
+            if not isinstance(tensor, Tensor) or tensor.ndim != dimensions or id(tensor) in tracked:
+                return None
+            inputs[role] = tensor
+        weights = {}
+        for role, place, roots, shape in self.weights:
+            found = tracked.get(id(values[place]))
+            if found is None or not found.live or found.roots != roots or found.tensor.shape != shape:
+                return None
+            weights[role] = found.tensor
+            values[place] = found.without_grad()
+        return Call(weights, inputs, self.options)
+
+
+def note_places(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    call: Call,
+    tracked: Mapping[int, Any],
+) -> CallPlaces | None:
+    """Where the tensors of this call stand, if its tensors are arguments themselves and the other arguments plain values."""
+    values = [*args, *kwargs.values()]
+    places: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if places.setdefault(id(value), place) != place and isinstance(value, Tensor):
+            return None
+    tensors = [*call.weights.values(), *call.inputs.values()]
+    used = {places.get(id(tensor)) for tensor in tensors}
+    rest = [(place, value) for place, value in enumerate(values) if place not in used]
+    if None in used or len(used) < len(tensors) or not all(_is_plain(value) for _, value in rest):
+        return None
+    return CallPlaces(
+        function,
+        len(args),
+        tuple(kwargs),
+        tuple((role, places[id(t)], tracked[id(t)].roots, t.shape) for role, t in call.weights.items()),
+        tuple((role, places[id(tensor)], tensor.ndim) for role, tensor in call.inputs.items()),
+        tuple(rest),
+        call.options,
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(item, _PLAIN) for item in value)
+    return isinstance(value, _PLAIN)

@@ -1,14 +1,16 @@
-"""Rows of token tables, matched by token string.
+"""Base and fine-tune as the target would have them: its names, its token rows.
 
-Two releases may give the same token different rows: an extended table, a reordered one, padding. Then a
-task vector must not be added row by row. Where both sides come with a tokenizer, base and fine-tune are
-presented in the target's row order; rows of tokens that they do not share hold zeros in both, so nothing
-is moved there, and they are counted."""
+`BertModel` writes `embeddings...`, `BertForSequenceClassification` writes `bert.embeddings...`: one model, saved
+with and without a head, is shown under the target's prefix. And two releases may give the same token different
+rows: an extended table, a reordered one, padding. Then a task vector must not be added row by row. Where both sides
+come with a tokenizer, base and fine-tune are presented in the target's row order; rows of tokens that they do not
+share hold zeros in both, so nothing is moved there, and they are counted."""
 
 from __future__ import annotations
 
 import filecmp
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.open import CHUNK, Checkpoint
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
+from gradfix.checkpoints.weights import CHUNK, Checkpoint, Renamed
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 
 TOKEN_TABLE = re.compile(
@@ -26,14 +28,30 @@ TOKEN_TABLE = re.compile(
     r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)predictions\.bias$"
 )
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "tokenizer_config.json",
-)
+    "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json",
+)  # fmt: skip
 LEAST_SHARED = 0.5
+
+
+def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or a view of it under the target's prefix where that makes most names agree."""
+    goal = set(target.names())
+    names = checkpoint.names()
+    if len(goal & set(names)) * 2 > len(names):
+        return checkpoint
+    for prefix in (_common(target.names()), _common(names)):
+        added = {f"{prefix}.{name}": name for name in names}
+        removed = {name.removeprefix(f"{prefix}."): name for name in names}
+        for renamed in (added, removed):
+            if prefix and len(goal & set(renamed)) * 2 > len(names):
+                return Renamed(checkpoint, renamed)
+    return checkpoint
+
+
+def _common(names: list[str]) -> str:
+    """The first name part that most tensors share, or nothing."""
+    parts = Counter(name.split(".", 1)[0] for name in names if "." in name)
+    return next((part for part, count in parts.most_common(1) if count * 2 > len(names)), "")
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class RowMatch:
         return int(((self.base >= 0) & (self.base != torch.arange(len(self.base)))).sum())
 
 
-class MatchedRows(Checkpoint):
+class MatchedRows(Renamed):
     """A checkpoint whose token tables are shown with other rows."""
 
     def __init__(
@@ -67,30 +85,20 @@ class MatchedRows(Checkpoint):
         counts: Mapping[str, dict[str, int]] | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.whole, self.rows, self.counts = whole, dict(rows), dict(counts or {})
-        self.path, self.notes = whole.path, (*whole.notes, *notes)
-
-    def names(self) -> list[str]:
-        return self.whole.names()
+        super().__init__(whole, {name: name for name in whole.names()})
+        self.rows, self.counts, self.notes = dict(rows), dict(counts or {}), (*whole.notes, *notes)
 
     def info(self, name: str) -> TensorInfo:
         info = self.whole.info(name)
         return TensorInfo((len(self.rows[name]), *info.shape[1:]), info.dtype) if name in self.rows else info
 
     def read(self, name: str) -> Tensor:
-        if name not in self.rows:
-            return self.whole.read(name)
-        return torch.cat([*self.chunks(name), torch.empty(0, dtype=self.info(name).dtype)]).view(
-            self.info(name).shape
-        )
+        return Checkpoint.read(self, name) if name in self.rows else self.whole.read(name)
 
     def chunks(self, name: str, elements: int = CHUNK) -> Iterator[Tensor]:
-        if name not in self.rows:
-            yield from self.whole.chunks(name, elements)
-            return
-        total = self.info(name).numel
-        for first in range(0, total, elements):
-            yield self.span(name, first, min(elements, total - first))
+        if name in self.rows:
+            return Checkpoint.chunks(self, name, elements)
+        return self.whole.chunks(name, elements)
 
     def span(self, name: str, first: int, count: int) -> Tensor:
         """Consecutive entries, gathered from runs of neighbouring rows; memory stays at one piece."""
@@ -111,13 +119,6 @@ class MatchedRows(Checkpoint):
     def identity(self) -> Any:
         whole = self.whole.identity()
         return None if whole is None else [whole, {name: rows.tolist() for name, rows in self.rows.items()}]
-
-    @property
-    def files(self) -> list[Path]:
-        return self.whole.files
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.whole
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:

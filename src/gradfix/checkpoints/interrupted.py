@@ -1,23 +1,29 @@
-"""How far an interrupted output got: the next run with the same inputs goes on after the last whole tensor.
+"""What an interrupted run leaves for the next one: how far an output got, and intermediate state.
 
-The journal lies in the staging folder beside the files it tells of and goes away when that becomes the output.
-Nothing is believed unless the bytes on disk still have the recorded hash, and no line of the journal
-behind one that is damaged."""
+A journal lies in the staging folder beside the files it tells of and goes away when that becomes the output; the
+next run with the same inputs goes on after the last whole tensor. Nothing is believed unless the bytes on disk still
+have the recorded hash, and no line of the journal behind one that is damaged. Intermediate state (tensors and what they
+belong to) carries the hash of all of it: what the run ends in would carry a flipped bit along unseen."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gradfix._version import __version__
-from gradfix.checkpoints.hashes import holds
-from gradfix.checkpoints.open import Checkpoint
+from torch import Tensor
 
-JOURNAL = ".journal.jsonl"
+from gradfix._version import __version__
+from gradfix.checkpoints.hashes import ContentHash, holds
+from gradfix.checkpoints.safetensors_file import SafetensorsFile
+from gradfix.checkpoints.weights import raw_bytes
+from gradfix.checkpoints.write import JOURNAL, save_tensors
+from gradfix.errors import CorruptInput
+
+CONTENT = "content"
 
 
 class Journal:
@@ -104,10 +110,55 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, size
 
 
-def journal_key(checkpoints: Iterable[Checkpoint], *settings: Any) -> str | None:
-    """What the shards depend on; None where an input is not on disk and cannot be recognised again."""
-    identities = [checkpoint.identity() for checkpoint in checkpoints]
-    if None in identities:
+def journal_key(*parts: Any) -> str | None:
+    """What the shards depend on; None where one of the parts is, an input that cannot be recognised again."""
+    if None in parts:
         return None
-    about = [__version__, *settings, *identities]
-    return hashlib.sha256(json.dumps(about, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([__version__, *parts], default=str).encode()).hexdigest()
+
+
+def save_state(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    """Complete or absent, with the hash of all of it inside."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    content = _begun(about)
+    for name, tensor in held.items():
+        _add(content, name, tensor)
+    save_tensors(path, held, {**about, CONTENT: content.text()})
+
+
+class State:
+    """A file of `save_state`; `about` is read at once, the tensors when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = SafetensorsFile(path)
+        except CorruptInput:
+            raise self.damaged() from None
+        self.about = {name: text for name, text in self._file.metadata.items() if name != CONTENT}
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors; a file that is not as it was written is an error at the end, so come to the end first."""
+        content = _begun(self.about)
+        for name in self._file.names_in_file_order():
+            tensor = self._file.read(name)
+            _add(content, name, tensor)
+            yield name, tensor
+        if content.text() != self._file.metadata.get(CONTENT):
+            raise self.damaged()
+
+    def damaged(self) -> CorruptInput:
+        return CorruptInput(
+            f"{self.path}, kept by an interrupted run, is damaged. Delete it and run the same command again."
+        )
+
+
+def _begun(about: Mapping[str, str]) -> ContentHash:
+    content = ContentHash()
+    content.update(repr(sorted(about.items())).encode())
+    return content
+
+
+def _add(content: ContentHash, name: str, tensor: Tensor) -> None:
+    content.update(f"\n{name}\t{tuple(tensor.shape)}\t{tensor.dtype}\n".encode())
+    content.update(raw_bytes(tensor))

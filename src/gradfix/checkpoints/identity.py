@@ -1,8 +1,8 @@
-"""Votes belong to one set of weights: a few probed values per tensor tell whose they are.
+"""Whose weights are these? Fingerprints of files or contents, and probes of a few values per tensor.
 
-A probe survives a change of dtype (votes are often taken in bf16 on a checkpoint stored in fp32) and
-costs nothing, so it is checked before anything is written. The full hashes are checked as well, once the
-target has streamed by."""
+Votes belong to one set of weights. A probe survives a change of dtype (votes are often taken in bf16 on a checkpoint
+stored in fp32) and costs nothing, so it is checked before anything is written. The full hashes are checked as
+well, once the target has streamed by."""
 
 from __future__ import annotations
 
@@ -13,25 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.folder import comparable
-from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.hashes import hash_file, hexadecimal
+from gradfix.checkpoints.weights import Checkpoint
 from gradfix.errors import IncompatibleCheckpoints
 
+BY_FILES, BY_SHA256 = "blake3:", "files:"  # how a fingerprint of files begins, now and in older votes
 PROBES = 8
 RELATIVE, ABSOLUTE = 0.02, 1e-5  # bf16 rounds by 0.004; two releases differ by far more
 
 Probe = dict[str, list[float]]
 
 
+def target_fingerprint(target: Checkpoint, files: Mapping[str, str] | None = None) -> str:
+    """The identity votes are tied to: file hashes for checkpoints on disk, content for those in memory."""
+    if not target.files:
+        return target.fingerprint()
+    return _of_files(BY_FILES, files or {path.name: hash_file(path) for path in target.files})
+
+
+def is_target(recorded: str, target: Checkpoint, files: Mapping[str, str] | None = None) -> bool:
+    """Was this fingerprint taken of these weights? Those of older votes are sha256 and cost one reading."""
+    if recorded.startswith(BY_SHA256):
+        older = {path.name: hash_file(path, "sha256") for path in target.files}
+        return bool(older) and recorded == _of_files(BY_SHA256, older)
+    return recorded == target_fingerprint(target, files)
+
+
+def comparable(fingerprints: Iterable[str]) -> bool:
+    """Do these fingerprints differ only if the weights do? Those of files in two algorithms tell nothing."""
+    kinds = {next((kind for kind in (BY_FILES, BY_SHA256) if f.startswith(kind)), "") for f in fingerprints}
+    return not kinds >= {BY_FILES, BY_SHA256}
+
+
+def _of_files(kind: str, hashes: Mapping[str, str]) -> str:
+    return kind + "+".join(hexadecimal(hashes[name])[:32] for name in sorted(hashes))
+
+
 def probe_module(model: nn.Module, renamed: Mapping[str, str]) -> Probe:
     """Probed values under on-disk names (`renamed` has the module's); tensors that are split on disk are left out."""
     parameters = dict(model.named_parameters())
     chosen = [(disk, parameters[name]) for name, disk in renamed.items() if parameters[name].numel()]
-    values = fetched([p.detach().reshape(-1)[:PROBES] for _, p in chosen])
+    values = values_of([p.detach().reshape(-1)[:PROBES] for _, p in chosen])
     return {disk: [round(value, 8) for value in few] for (disk, _), few in zip(chosen, values)}
 
 
-def fetched(tensors: Sequence[Tensor]) -> list[list[Any]]:
+def values_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """The values of many small tensors; each device is waited for once a dtype."""
     out: list[list[Any]] = [[] for _ in tensors]
     for kind in {(tensor.device, tensor.dtype) for tensor in tensors}:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.folder import versions
+from gradfix.checkpoints.hashes import file_hashes
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint, Source, file_hashes, open_checkpoint
+from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.write import refuse_inside, save_tensors, staged_folder, write_manifest
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.stream.card import card
+from gradfix.stream.checkpoint import Output
 from gradfix.vectors.taskvector import TaskVector
 
 LEAST_ENERGY = 0.25
@@ -204,19 +206,18 @@ def save_lora(
     model: nn.Module,
     target: Source | Checkpoint,
     base_name: str | None = None,
-    task_type: str | None = None,
-    overwrite: bool = False,
     inputs: Mapping[str, Checkpoint] | None = None,
     config: Mapping[str, Any] | None = None,
-    details: Mapping[str, Any] | None = None,
     notes: Collection[str] = (),
-    extras: Callable[[Path], None] | None = None,
+    **options: Any,
 ) -> Path:
     """Write the factors in peft's own format, to be loaded on `target` by PeftModel.from_pretrained.
 
     `model` is the target as a module (the meta device will do unless tensors are kept whole); names in the
     result may be module names or on-disk names. The manifest ties the folder to the target's weights; `inputs`
-    (by role), `config` (mask, alpha ...) and `details` go into it and into the model card."""
+    (by role) and `config` (mask, alpha ...) go into it and into the model card. Further options are those of an
+    `Output`: `overwrite`, `details`, `extras`."""
+    _, output = Output.sorted_out(out, options, {})
     goal, out = open_checkpoint(target), Path(out)
     sources = {**(inputs or {}), "target": goal}
     refuse_inside(out, [source.path for source in sources.values() if source.path is not None])
@@ -238,7 +239,7 @@ def save_lora(
             for k, v in _peft_tensors(kinds[own], left, right, shape).items()
         }
     saved, biased = _add_whole(result, model, modules, set(ranks), tensors)
-    adapter = _adapter_config(result.rank, ranks, base_name or str(goal), task_type, saved, biased)
+    adapter = _adapter_config(result.rank, ranks, base_name or str(goal), saved, biased)
     adapter["fan_in_fan_out"] = any(kinds[f"{path}.weight"] == TURNED for path in ranks)
     content = {
         "format": 1,
@@ -251,15 +252,15 @@ def save_lora(
         },
         "config": dict(config or {}),
         "lora": result.describe(),
-        "details": dict(details or {}),
+        "details": dict(output.details or {}),
         "notes": list(notes),
     }
-    with staged_folder(out, overwrite=overwrite) as staging:
+    with staged_folder(out, overwrite=output.overwrite) as staging:
         save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
         text = json.dumps(adapter, indent=2, sort_keys=True)
         (staging / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
-        if extras is not None:
-            extras(staging)
+        if output.extras is not None:
+            output.extras(staging)
         (staging / "README.md").write_text(card(content), encoding="utf-8")
         write_manifest(staging, content, {})
     return out
@@ -280,31 +281,6 @@ def adapter_for(
     layers = {own if own in update else disk.get(own, own) for own in layer_kinds(model)}
     small = {own if own in update else disk.get(own, own) for own in whole_tensors(model)}
     return lora_from_update(update, rank, layers=layers, whole=small if keep_small else ())
-
-
-def write_lora(
-    update: Mapping[str, Tensor],
-    rank: int,
-    *,
-    model: nn.Module,
-    target: Source | Checkpoint,
-    out: str | os.PathLike[str],
-    alpha: float = 1.0,
-    keep_small: bool = False,
-    losses: Callable[[TaskVector], tuple[float, float]] | None = None,
-    least_energy: float = LEAST_ENERGY,
-    force: bool = False,
-    **options: Any,
-) -> tuple[LoraResult, list[str]]:
-    """Factor, check and save `alpha * update`.
-
-    `losses(approximated)` measures the few-shot loss before and after the adapter's own update (alpha is in
-    it already). Further options go to `save_lora`."""
-    result = adapter_for(update, rank, model=model, target=target, keep_small=keep_small).scaled(alpha)
-    before, after = losses(result.approximated) if losses is not None else (None, None)
-    notes = check_lora(result, loss_before=before, loss_after=after, least_energy=least_energy, force=force)
-    save_lora(result, out, model=model, target=target, notes=notes, **options)
-    return result, notes
 
 
 def _peft_tensors(kind: str, left: Tensor, right: Tensor, shape: torch.Size) -> dict[str, Tensor]:
@@ -349,13 +325,13 @@ def _sum(weight: Tensor, delta: Tensor | None) -> Tensor:
 
 
 def _adapter_config(
-    rank: int, ranks: Mapping[str, int], base: str, task_type: str | None, saved: list[str], biased: bool
+    rank: int, ranks: Mapping[str, int], base: str, saved: list[str], biased: bool
 ) -> dict[str, Any]:
     """Scaling is 1 everywhere: alpha equals the rank of each layer."""
     short = {re.escape(path): own for path, own in ranks.items() if own != rank}
     return {
         "peft_type": "LORA",
-        "task_type": task_type,
+        "task_type": None,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,

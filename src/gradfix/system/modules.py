@@ -1,0 +1,38 @@
+"""A model is lent: whatever is done with it, it comes back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside; modes and gradients restored afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.eval()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights before, by name; they come back bit for bit."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(before[name])

@@ -1,0 +1,176 @@
+"""Which rows of an activation belong to which sample, and what a batch of losses still reaches.
+
+Model code is free to flatten (samples x tokens), to put tokens first, or to split images into windows, and
+shapes alone do not tell which. So the engine asks autograd once: with only one sample's loss switched on, the
+output gradient of a layer is non-zero in that sample's rows alone. A layout that explains what was seen is kept;
+where none does, the samples are mixed and the layer cannot vote in one pass.
+
+Operations that pick rows by an index may hand a row to another sample in another batch: a head on the masked tokens
+alone, say. The class token at each text's end does not: it is picked from its own sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+_PICKING = ("Index", "Gather", "Scatter", "MaskedSelect", "Take")
+_ALONG = {torch.gather, Tensor.gather, torch.index_select, Tensor.index_select}
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """Samples lie along `dim`; `rows` consecutive (or, `interleaved`, strided) entries belong to each."""
+
+    dim: int
+    rows: int
+    interleaved: bool = False
+
+    def fits(self, shape: Sequence[int], samples: int) -> bool:
+        return self.dim < len(shape) and shape[self.dim] == samples * self.rows
+
+    def split(self, tensor: Tensor, samples: int) -> Tensor:
+        """The same entries with the samples first: (samples, ..., rows, ...)."""
+        if self.rows == 1:
+            return tensor.movedim(self.dim, 0).unsqueeze(self.dim + 1)
+        if self.interleaved:
+            return tensor.unflatten(self.dim, (self.rows, samples)).movedim(self.dim + 1, 0)
+        return tensor.unflatten(self.dim, (samples, self.rows)).movedim(self.dim, 0)
+
+    def take(self, tensor: Tensor, sample: int) -> Tensor:
+        """One sample's entries, the dimension kept."""
+        if self.interleaved:
+            return tensor.unflatten(self.dim, (self.rows, -1)).select(self.dim + 1, sample)
+        return tensor.narrow(self.dim, sample * self.rows, self.rows)
+
+
+def candidates(shape: Sequence[int], samples: int) -> list[SampleLayout]:
+    """Every layout the shape allows, the most usual first."""
+    exact = [SampleLayout(dim, 1) for dim, size in enumerate(shape) if size == samples]
+    flat = [
+        (dim, size // samples) for dim, size in enumerate(shape) if size > samples and size % samples == 0
+    ]
+    return exact + [SampleLayout(dim, rows, mixed) for dim, rows in flat for mixed in (False, True)]
+
+
+def explain(
+    layouts: Sequence[SampleLayout], samples: int, seen: Sequence[tuple[Sequence[int], Tensor]]
+) -> SampleLayout | None:
+    """The first layout under which the gradient of each asked group of samples stays within their rows.
+
+    `seen` pairs a group with the mask of non-zero output gradients under the losses of that group alone. Where
+    nothing was seen, only the usual layout is believed."""
+    if not any(bool(mask.any()) for _, mask in seen):
+        return next((layout for layout in layouts if layout == SampleLayout(0, 1)), None)
+    for layout in layouts:
+        if all(_inside(layout, mask, group, samples) for group, mask in seen):
+            return layout
+    return None
+
+
+def _inside(layout: SampleLayout, mask: Tensor, group: Sequence[int], samples: int) -> bool:
+    by_sample = layout.split(mask, samples).flatten(1).any(1)
+    by_sample[list(group)] = False
+    return not bool(by_sample.any())
+
+
+def lone_samples(samples: int) -> list[list[int]]:
+    """Samples to switch on, one at a time; never only the first, whose number a pooled first token shares."""
+    return [[1], [0]] if samples == 2 else [[1], [samples - 1]]
+
+
+def halves_of_samples(samples: int) -> list[list[int]]:
+    """Groups of samples to switch on such that any two samples are told apart: by the digits of their numbers."""
+    digits = range(max(1, (samples - 1).bit_length()))
+    halves = [[n for n in range(samples) if n >> digit & 1 == side] for digit in digits for side in (1, 0)]
+    return [half for half in halves if half]
+
+
+def support(gradient: Tensor, samples: int) -> Tensor:
+    """Where a gradient is not zero; dimensions that cannot hold the samples are reduced to one entry."""
+    mask = (gradient != 0) | torch.isnan(gradient)
+    others = tuple(dim for dim, size in enumerate(mask.shape) if size % samples)
+    return mask.any(others, keepdim=True) if others else mask
+
+
+def keeps_rows(func: Any, args: Sequence[Any], samples: int, depends: Callable[[Tensor], bool]) -> bool:
+    """Whether an indexing call leaves every row with its sample, whatever the batch; `depends` on the batch or not."""
+    data = args[0] if args else None
+    if not isinstance(data, Tensor) or not data.ndim or data.shape[0] != samples:
+        return False
+    if func is Tensor.__setitem__:
+        return not (isinstance(args[2], Tensor) and args[2].requires_grad)
+    if func in _ALONG and len(args) > 1 and isinstance(args[1], int):
+        return args[1] % data.ndim != 0
+    if func is not Tensor.__getitem__:
+        return False
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    if isinstance(first, slice):
+        return first == slice(None)
+    return isinstance(first, Tensor) and not depends(first) and _counts(first, samples)
+
+
+def _counts(index: Tensor, samples: int) -> bool:
+    """0, 1, 2 ... along the first dimension, the same in all others."""
+    if index.dtype != torch.long or not index.ndim or index.shape[0] != samples:
+        return False
+    return bool((index.reshape(samples, -1) == torch.arange(samples, device=index.device)[:, None]).all())
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a backward pass could still reach: named parameters, other leaves, reentrant checkpoints."""
+
+    parameters: frozenset[str]
+    others: bool
+    hidden: bool
+
+
+def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -> Reach:
+    names = {id(p): name for name, p in parameters.items()}
+    found: set[str] = set()
+    hidden = others = False
+    for node in _nodes(losses):
+        if not node.next_functions:
+            variable = getattr(node, "variable", anchor)
+            if id(variable) in names:
+                found.add(names[id(variable)])
+            others = others or variable is not anchor
+        elif isinstance(node, BackwardCFunction):
+            hidden = hidden or "CheckpointFunctionBackward" in type(node).__name__
+    return Reach(frozenset(found), others, hidden)
+
+
+def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
+    """Graph nodes behind which rows are picked by an index, other than by nodes that leave them `in_place`.
+
+    Two batches of one shape may then differ in whose row is whose, so the layout must be found anew."""
+    nodes = list(_nodes(losses))
+    parents: dict[Any, list[Any]] = {}
+    for node in nodes:
+        for child, _ in node.next_functions:
+            parents.setdefault(child, []).append(node)
+    found: set[Any] = set()
+    picking = [node for node in nodes if any(word in node.name() for word in _PICKING)]
+    waiting = [node for node in picking if node not in in_place]
+    while waiting:
+        for parent in parents.get(waiting.pop(), ()):
+            if parent not in found:
+                found.add(parent)
+                waiting.append(parent)
+    return found
+
+
+def _nodes(losses: Tensor) -> Iterator[Any]:
+    seen, waiting = set(), [losses.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(child for child, _ in node.next_functions)

@@ -1,0 +1,80 @@
+"""The count while it is being taken: accumulators that an engine adds to, never in the parameter's dtype.
+
+A bf16 accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.vectors.signvotes import dtype_for
+
+
+class Tally:
+    """Integer accumulators for one model, widened before they can wrap.
+
+    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.count = 0
+        self._buffers = {
+            name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
+            for name, parameter in self.parameters.items()
+        }
+        if self._buffers:
+            torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    def reserve(self, samples: int) -> None:
+        self.count += samples
+        dtype = dtype_for(self.count)
+        if any(buffer.dtype != dtype for buffer in self._buffers.values()):
+            self._buffers = {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._buffers[name]
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._buffers.items())
+
+    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        """Continue from an earlier partial count."""
+        self.count = count
+        dtype = dtype_for(count)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
+
+    def votes(self) -> dict[str, Tensor]:
+        dtype = dtype_for(self.count)
+        return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+
+class Sums(Tally):
+    """Real accumulators for the mean rule, in float32 or better: `tally[name]` is the sum of gradients so far.
+
+    Sums of reals depend on their order, so samples are added one after the other, resumed or not."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.count = 0
+        self._buffers = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for name, p in self.parameters.items()
+        }
+
+    def reserve(self, samples: int) -> None:
+        self.count += samples
+
+    def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
+        self.count = count
+        for name, buffer in self._buffers.items():
+            buffer.copy_(tensors[name])
+
+    def mean(self) -> dict[str, Tensor]:
+        return {name: buffer / self.count for name, buffer in self.items()}
