@@ -61,7 +61,9 @@ def _transport(config: configs.TransportConfig, out: Output) -> None:
         rows.append(("kept", f"{result.report.kept:.1%}"))
     rows.append(("few-shot loss", f"{result.loss_before:.4f} -> {result.loss_after:.4f}"))
     if result.before and result.after:
-        rows.append((f"test {result.measure}", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}"))
+        rows.append(
+            (f"test {result.measure}", f"{result.before['accuracy']:.2f} -> {result.after['accuracy']:.2f}")
+        )
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
     out.notes(result.notes)
     out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
@@ -184,9 +186,12 @@ def _compare(config: configs.CompareConfig, out: Output) -> None:
 def _show(
     results: Any, out: Output, report: str | None, ship: Callable[[Any], str | None] = lambda _: None
 ) -> None:
+    from gradfix.methods.results import measure_of
+
     out.text(results.to_json())
     header, *cells = results.table()
-    out.table("accuracy on test, mean and spread over seeds", header, cells)
+    measures = " / ".join(dict.fromkeys(map(measure_of, results.rows)))
+    out.table(f"{measures} on test, mean and spread over seeds", header, cells)
     for verdict in results.verdicts:
         name = f"{verdict['pair']}: " if verdict.get("pair") else ""
         out.say(f"\n{name}{verdict['text']}")

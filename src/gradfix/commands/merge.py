@@ -23,6 +23,7 @@ from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
 from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.methods.opening import unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound
@@ -55,7 +56,8 @@ class MergeResult:
         text = f"{'would write' if self.report is None else 'wrote'} {self.out}: {self.method}, {self.order}"
         text += f", alpha {self.alpha:g}"
         scored = [task for task in self.tasks.values() if task.get("test_after")]
-        for when, label in (("test_before", ", mean test accuracy"), ("test_after", " ->")):
+        measures = " / ".join(dict.fromkeys(task.get("measure", "accuracy") for task in scored))
+        for when, label in (("test_before", f", mean test {measures}"), ("test_after", " ->")):
             if scored:
                 text += f"{label} {sum(task[when]['accuracy'] for task in scored) / len(scored):.2f}"
         return text
@@ -134,6 +136,7 @@ class _Run:
         )
         alpha, curve = self._timed("scale", lambda: self._choose(update))
         scores = self._timed("scoring", lambda: self._scores(update, alpha)) if self.tasks else {}
+        self.notes += [note for task in self.tasks.values() for note in task.bound.cuts()]
         out = Path(str(self.recipe.out))
         report = None
         if not self.dry_run:
@@ -204,8 +207,14 @@ class _Run:
         return {
             "target": recipe.target, "vectors": vectors, "method": recipe.method, "order": self.order,
             "mask": recipe.mask, "density": recipe.densities(), "margin": recipe.margin, "seed": recipe.seed,
-            "head": recipe.head, **recipe.options,
+            "head": recipe.head, "leave": self._unmoved(), **recipe.options,
         }  # fmt: skip
+
+    def _unmoved(self) -> frozenset[str]:
+        """What is no part of any of the tasks stays as the target has it."""
+        target = open_checkpoint(self.recipe.target)
+        still = [unmoved_on_disk(task.bound, target) for task in self.tasks.values()]
+        return frozenset.intersection(*still) if still else frozenset()
 
     def _votes_of(self, vector: VectorRecipe) -> SignVotes | str | None:
         if self.order == "plain" or vector.votes is not None or vector.data is None:
@@ -246,9 +255,12 @@ class _Run:
             dial.turn(alpha)
             after = [_test(model, task) for task in tasks]
         return {
-            name: {"labelled_examples": len(task.shots.fewshot), "test_before": old, "test_after": new}
+            name: {
+                "labelled_examples": len(task.shots.fewshot), "measure": task.bound.measure,
+                "test_before": old, "test_after": new,
+            }
             for name, task, old, new in zip(_told_apart(self.tasks), tasks, before, after, strict=True)
-        }
+        }  # fmt: skip
 
     def _write(
         self, settings: dict[str, Any], out: Path, alpha: float, scores: dict[str, dict[str, Any]]

@@ -33,7 +33,7 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
     if result.before is None or result.after is None:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     shared: dict[str, Any] = {
-        "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
+        "pair": None, "measure": result.measure, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
         "regime": result.regime, "validation_accuracy": None, "loss_before": result.loss_before, "slope": None,
         "flops": None, "samples": samples, "test_samples": int(result.before["samples"]), "margin": None, "kept": None,
     }  # fmt: skip
@@ -110,11 +110,11 @@ def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], sa
     advice = _deed(wanted, result, samples)
     before, now = result.before["accuracy"], result.after["accuracy"]
     text = (
-        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
+        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test {result.measure} on {after['test_samples']} "
         f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried: that is what gradfix compare is for."
     )
     return {
-        "compared": False, "method": after["method"], "accuracy": now, "over_zero_shot": now - before,
+        "compared": False, "method": after["method"], "measure": result.measure, "accuracy": now, "over_zero_shot": now - before,
         "recovered": None, "cost_seconds": after["seconds"], "best_on_test": None, "regime": result.regime,
         "shots": config.shots, "pair": None, "seeds": 1, "advice": advice, "text": text,
     }  # fmt: skip

@@ -32,7 +32,7 @@ from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
-from gradfix.methods.opening import lenders_of, open_target, open_tuned
+from gradfix.methods.opening import lenders_of, open_target, open_tuned, unmoved_on_disk
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
@@ -295,12 +295,10 @@ class _Transport:
         common: dict[str, Any] = {
             "target": trio.target, "out": config.out, "overwrite": config.overwrite, "dtype": config.out_dtype,
             "force": config.force, "details": details, "extras": self.bound.save_extras, "alpha": outcome.alpha,
-            "progress": Meter(trio.target.nbytes, self.stage),
+            "progress": Meter(trio.target.nbytes, self.stage), "leave": unmoved_on_disk(self.bound, trio.target),
         }  # fmt: skip
         # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
         streams = masked is not None and masked.align == "none" and not masked.noise
-        # Without votes a stream would move what is no part of the task as well.
-        streams = streams and not (outcome.votes is None and self.bound.unmoved())
         if masked is None or not streams or masked.sees in ("reference", "chance"):
             inputs = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
             moved = self.names.to_disk({n: t.cpu() for n, t in update.items()})

@@ -147,7 +147,9 @@ class _Run:
     @property
     def notes(self) -> list[str]:
         missing = [f"{name} was left out: {why}" for name, why in self.left_out.items()]
-        return list(dict.fromkeys([*self.opened.notes, *self.trial.notes, *missing]))
+        return list(
+            dict.fromkeys([*self.opened.notes, *self.trial.notes, *self.trial.bound.cuts(), *missing])
+        )
 
     def all(self) -> dict[tuple[int, int], list[Unit]]:
         done, total = 0, len(self.shots) * len(self.seeds) * len(self.names)
@@ -268,6 +270,7 @@ class _Run:
             "shots": shots,
             "seed": seed,
             "accuracy": unit["accuracy"],
+            "measure": self.trial.bound.measure,
             "recovered": None,
             "alpha": unit["alpha"],
             "margin": unit["margin"],

@@ -19,6 +19,7 @@ from gradfix._version import __version__
 from gradfix.align import align
 from gradfix.checkpoints.folder import is_side_file
 from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
@@ -39,6 +40,17 @@ def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Boun
     if trio.head == "copy" and isinstance(task, Classification):
         how |= {"head_from": trio.given["tuned"], "base": trio.given["base"]}
     return task.open(trio.given["target"], **how)
+
+
+def unmoved_on_disk(bound: Bound, target: Checkpoint) -> frozenset[str]:
+    """The tensors of the target's files that are no part of the task."""
+    still = bound.unmoved()
+    if not still:
+        return frozenset()
+    names = name_map(bound.model, target.names())
+    found = {disk for name, disk in names.renamed.items() if name in still}
+    found |= {disk for disk, name in names.aliases.items() if name in still}
+    return frozenset(found | {disk for disk, place in names.fused.items() if set(place.sources) <= still})
 
 
 def lenders_of(trio: Trio, bound: Bound, tau: TaskVector, task: Task | None) -> Lenders:

@@ -113,7 +113,7 @@ class Results:
             "shots",
             "method",
             *(["held out"] if untested else []),
-            "accuracy",
+            " / ".join(dict.fromkeys(measure_of(row) for row in rows)) or "accuracy",
             "recovered",
             "alpha",
             "seconds",
@@ -213,6 +213,7 @@ def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str,
         "method": method,
         "title": title,
         "accuracy": mean(accuracies),
+        "measure": measure_of(rows[0]),
         "spread": spread(accuracies),
         "recovered": mean([row["recovered"] for row in rows]),
         "alpha": alphas[len(alphas) // 2],
@@ -225,6 +226,11 @@ def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str,
         "kept": mean([row.get("kept") for row in rows]),
         "seeds": len(rows),
     }
+
+
+def measure_of(row: Mapping[str, Any]) -> str:
+    """What the share of right answers is called: of free answers it is the exact match."""
+    return str(row.get("measure") or "accuracy")
 
 
 def accuracy_text(row: Mapping[str, Any]) -> str:

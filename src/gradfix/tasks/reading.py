@@ -17,7 +17,14 @@ from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenize
 
 LONGEST = 512  # tokens, where neither the user nor the model says otherwise
 UNLIMITED = 10**6  # tokenizers write an absurd number where they know no limit
-LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+LIMITS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
 LOSSES = ("mean", "sum")
 
 
@@ -185,9 +192,7 @@ class AnswerTask(Task):
         import transformers
 
         under = head_from if base is None else base
-        home = locate(
-            source, under, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code
-        )
+        home = locate(source, under, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
         tokenizer = load_tokenizer(home)
         loaded = load_pretrained(getattr(transformers, self.loader), home)
         length = longest(self.max_length, tokenizer, loaded.model)
