@@ -47,8 +47,8 @@ def adapter_classifier(
     save_pair(folder, base(), partial(save_tokenizer, prefix=prefix[0], suffix=prefix[1]))
     seeded(1)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=len(TEXT_LABELS))
-    train = partial(classifier, tokenizer_folder=folder / "base", data=folder / "data")
-    wrapped(model, folder, train, {"task_type": "SEQ_CLS", **settings})
+    train = partial(classifier, tokenizer_folder=folder / "base", data=folder / "data", lr=3e-3)
+    wrapped(model, folder, train, {"task_type": "SEQ_CLS", "lora_alpha": 8, **settings})
     if lost:
         forget_base(folder)
 

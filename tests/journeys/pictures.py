@@ -137,7 +137,7 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
 
 
 def towers(folder: Path, model_type: str, whole: bool) -> None:
-    """A zero-shot fine-tune of the image tower, or of both towers."""
+    """A zero-shot fine-tune of the image tower, and of both towers for the last few steps of the `whole`."""
     import transformers
 
     write_images(folder / "data")
@@ -170,8 +170,7 @@ def towers(folder: Path, model_type: str, whole: bool) -> None:
 
     save_pair(folder, model, extras)
     model = transformers.AutoModel.from_pretrained(folder / "base")
-    if not whole:
-        freeze(model, "vision_model.", "visual_projection.")
+    freeze(model, "vision_model.", "visual_projection.")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
     prompts = [f"a {label} photo" for label in IMAGE_LABELS]
     tokens = tokenizer(prompts, padding="max_length" if siglip else True, max_length=24, return_tensors="pt")
@@ -183,12 +182,14 @@ def towers(folder: Path, model_type: str, whole: bool) -> None:
         [row["image"] for row in rows], return_tensors="pt"
     )
     answers = class_numbers(rows, IMAGE_LABELS)
-    fit(
-        model,
-        lambda: functional.cross_entropy(model(**inputs, **pixels).logits_per_image, answers),
-        steps=25,
-        lr=2e-3,
-    )
+
+    def loss() -> torch.Tensor:
+        return functional.cross_entropy(model(**inputs, **pixels).logits_per_image, answers)
+
+    fit(model, loss, steps=25, lr=2e-3)
+    if whole:
+        freeze(model, "")
+        fit(model, loss, steps=5, lr=2e-3)
     model.save_pretrained(folder / "tuned")
     copy_files(
         folder / "base", folder / "tuned", "tokenizer*", "special_tokens*", "preprocessor*", "processor*"

@@ -27,6 +27,7 @@ from gradfix.methods.opening import unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound
+from gradfix.tasks.classification import Classification
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.scale import ScaleCurve, dialled, search_scale
 from gradfix.vectors.signvotes import SignVotes
@@ -161,7 +162,9 @@ class _Run:
                 continue
             start = setting(self._shot_options(vector))
             shots = draw(start, self._shot_options(vector), vector.validation, vector.base)
-            bound = start.open(self.recipe.target)
+            lent = self.recipe.head == "copy" and isinstance(start.task, Classification)
+            lender = {"head_from": vector.tuned, "base": vector.base} if lent else {}
+            bound = start.open(self.recipe.target, **lender)
             name = (
                 vector.data
                 if len({v.task for v in self.recipe.vectors}) == 1
