@@ -47,8 +47,8 @@ def adapter_classifier(
     save_pair(folder, base(), partial(save_tokenizer, prefix=prefix[0], suffix=prefix[1]))
     seeded(1)
     model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=len(TEXT_LABELS))
-    train = partial(classifier, tokenizer_folder=folder / "base", data=folder / "data")
-    wrapped(model, folder, train, {"task_type": "SEQ_CLS", **settings})
+    train = partial(classifier, tokenizer_folder=folder / "base", data=folder / "data", lr=3e-3)
+    wrapped(model, folder, train, {"task_type": "SEQ_CLS", "lora_alpha": 8, **settings})
     if lost:
         forget_base(folder)
 
@@ -100,10 +100,7 @@ CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lora-roberta": ("LoRA on RobertaForMaskedLM", {"base": ROBERTA, "target_modules": QV}),
     "dora-roberta": ("DoRA on RobertaForMaskedLM", {"base": ROBERTA, "target_modules": QV, "use_dora": True}),
-    "lora-lost-base": (
-        "LoRA whose named base is gone",
-        {"base": ROBERTA, "target_modules": QV, "lost": True},
-    ),
+    "lora-lost-base": ("LoRA whose named base is gone", {"base": ROBERTA, "target_modules": QV, "lost": True}),
 }
 for name, (says, settings) in CLASSIFIERS.items():
     make = partial(adapter_classifier, prefix=MARKS, **settings)
@@ -120,10 +117,7 @@ for name, (says, settings) in CLASSIFIERS.items():
         )
     )
 judge = partial(
-    adapter_classifier,
-    base=partial(language_model, "llama"),
-    prefix=("<s>", ""),
-    target_modules=["q_proj", "v_proj"],
+    adapter_classifier, base=partial(language_model, "llama"), prefix=("<s>", ""), target_modules=["q_proj", "v_proj"]
 )
 add(
     Kind(
@@ -140,10 +134,7 @@ SPEAKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora-llama": ("LoRA", {}),
     "dora-llama": ("DoRA", {"use_dora": True}),
     "rslora-llama": ("rsLoRA", {"use_rslora": True}),
-    "lora-llama-saved-head": (
-        "LoRA with lm_head in modules_to_save",
-        {"modules_to_save": ["lm_head"], "steps": 15},
-    ),
+    "lora-llama-saved-head": ("LoRA with lm_head in modules_to_save", {"modules_to_save": ["lm_head"], "steps": 15}),
     "lora-llama-token-rows": ("LoRA with trained token rows", {"trainable_token_indices": [3, 20, 21]}),
 }
 for name, (says, settings) in SPEAKERS.items():

@@ -37,15 +37,7 @@ class Journey:
 
     @property
     def task(self) -> tuple[str, ...]:
-        return (
-            "--data",
-            f"{self.home / 'data'}",
-            "--task",
-            self.kind.task,
-            "--device",
-            "cpu",
-            *self.kind.options,
-        )
+        return ("--data", f"{self.home / 'data'}", "--task", self.kind.task, "--device", "cpu", *self.kind.options)
 
     @property
     def tuned(self) -> Path:
@@ -87,9 +79,7 @@ def typed(*words: object, out: Path | None = None, report: Path | None = None) -
     seconds = time.perf_counter() - start
     lines = complained.getvalue().strip().splitlines()
     found = json.loads(report.read_text()) if report is not None and report.is_file() else {}
-    message = next(
-        (line for line in reversed(lines) if line.startswith("gradfix:")), lines[-1] if lines else ""
-    )
+    message = next((line for line in reversed(lines) if line.startswith("gradfix:")), lines[-1] if lines else "")
     printed = shown.getvalue() + complained.getvalue()
     return Outcome(code, message, printed, seconds, found, out if out is not None and out.exists() else None)
 
@@ -98,17 +88,7 @@ def transport(*method: str) -> Callable[[Journey], Outcome]:
     def go(journey: Journey) -> Outcome:
         name = "-".join(word.strip("-") for word in method) or "default"
         out = journey.outputs / name
-        words = (
-            "transport",
-            *journey.trio,
-            *journey.task,
-            *journey.kind.shaping,
-            *method,
-            "--shots",
-            3,
-            "--out",
-            out,
-        )
+        words = ("transport", *journey.trio, *journey.task, *journey.kind.shaping, *method, "--shots", 3, "--out", out)
         return typed(*words, out=out, report=out.with_suffix(".json"))
 
     return go
@@ -159,12 +139,7 @@ def evaluate(journey: Journey) -> Outcome:
     kind = journey.kind
     head = ("--head-from", journey.home / "base") if kind.side or kind.lost_base else ()
     return typed(
-        "evaluate",
-        "--model",
-        journey.home / kind.tuned,
-        *journey.task,
-        *head,
-        report=journey.outputs / "evaluate.json",
+        "evaluate", "--model", journey.home / kind.tuned, *journey.task, *head, report=journey.outputs / "evaluate.json"
     )
 
 

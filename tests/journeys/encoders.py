@@ -80,9 +80,7 @@ def tune_classifier(folder: Path, *, named: bool = True, lr: float = 5e-3) -> An
 def encoder_kind(class_name: str, model_type: str, folder: Path, **options: Any) -> None:
     write_texts(folder / "data")
     save_pair(
-        folder,
-        pretrained(class_name, model_type, **options),
-        partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]"),
+        folder, pretrained(class_name, model_type, **options), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]")
     )
     tune_classifier(folder)
 
@@ -98,9 +96,7 @@ def with_trainer(folder: Path) -> None:
     )
 
     write_texts(folder / "data", parquet=True)
-    save_pair(
-        folder, pretrained("BertForMaskedLM", "bert"), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]")
-    )
+    save_pair(folder, pretrained("BertForMaskedLM", "bert"), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     rows = read_rows(folder / "data", "train")
     examples = [{**tokenizer(row["text"]), "label": TEXT_LABELS.index(row["label"])} for row in rows]
@@ -111,9 +107,7 @@ def with_trainer(folder: Path) -> None:
         use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
     collator = DataCollatorWithPadding(tokenizer)
-    trainer = Trainer(
-        model, settings, data_collator=collator, train_dataset=examples, processing_class=tokenizer
-    )
+    trainer = Trainer(model, settings, data_collator=collator, train_dataset=examples, processing_class=tokenizer)
     trainer.train()
     trainer.save_model(str(folder / "tuned"))
 
@@ -132,18 +126,13 @@ def headed(folder: Path) -> None:
 def numbered(folder: Path) -> None:
     """Nameless classes: LABEL_0, LABEL_1, LABEL_2 in the model, numbers in the data."""
     write_texts(folder / "data", numbered=True)
-    save_pair(
-        folder, pretrained("BertModel", "bert"), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]")
-    )
+    save_pair(folder, pretrained("BertModel", "bert"), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]"))
     tune_classifier(folder, named=False)
 
 
 ENCODERS: dict[str, tuple[str, Maker]] = {
     "bert-bare": ("BertModel with pooler", partial(encoder_kind, "BertModel", "bert")),
-    "bert-no-pooler": (
-        "BertModel without pooler",
-        partial(encoder_kind, "BertModel", "bert", add_pooling_layer=False),
-    ),
+    "bert-no-pooler": ("BertModel without pooler", partial(encoder_kind, "BertModel", "bert", add_pooling_layer=False)),
     "bert-mlm": ("BertForMaskedLM, tuned with Trainer, parquet data", with_trainer),
     "bert-pretraining": ("BertForPreTraining", partial(encoder_kind, "BertForPreTraining", "bert")),
     "bert-numbered": ("BertModel, nameless classes", numbered),
@@ -151,10 +140,7 @@ ENCODERS: dict[str, tuple[str, Maker]] = {
     "roberta-bare": ("RobertaModel with pooler", partial(encoder_kind, "RobertaModel", "roberta")),
     "distilbert-mlm": ("DistilBertForMaskedLM", partial(encoder_kind, "DistilBertForMaskedLM", "distilbert")),
     "modernbert-mlm": ("ModernBertForMaskedLM", partial(encoder_kind, "ModernBertForMaskedLM", "modernbert")),
-    "electra-pretraining": (
-        "ElectraForPreTraining",
-        partial(encoder_kind, "ElectraForPreTraining", "electra"),
-    ),
+    "electra-pretraining": ("ElectraForPreTraining", partial(encoder_kind, "ElectraForPreTraining", "electra")),
     "deberta-mlm": ("DebertaV2ForMaskedLM", partial(encoder_kind, "DebertaV2ForMaskedLM", "deberta-v2")),
     "albert-mlm": ("AlbertForMaskedLM", partial(encoder_kind, "AlbertForMaskedLM", "albert")),
     "albert-pretraining": ("AlbertForPreTraining", partial(encoder_kind, "AlbertForPreTraining", "albert")),
@@ -167,10 +153,7 @@ def tune_encoder(folder: Path, pooling: str, longest: int = 64) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     prompts = json.loads((folder / "data" / "task.json").read_text())["labels"]
-    model, tokenizer = (
-        AutoModel.from_pretrained(folder / "base"),
-        AutoTokenizer.from_pretrained(folder / "base"),
-    )
+    model, tokenizer = (AutoModel.from_pretrained(folder / "base"), AutoTokenizer.from_pretrained(folder / "base"))
     head = embed(model, tokenizer, list(prompts.values()), pooling, longest)
     rows = read_rows(folder / "data", "train")
     labels = class_numbers(rows, list(prompts))
@@ -178,9 +161,7 @@ def tune_encoder(folder: Path, pooling: str, longest: int = 64) -> None:
     lines = [row["text"] for row in rows]
     fit(
         model,
-        lambda: functional.cross_entropy(
-            20 * look(model, tokenizer, lines, pooling, longest) @ head.T, labels
-        ),
+        lambda: functional.cross_entropy(20 * look(model, tokenizer, lines, pooling, longest) @ head.T, labels),
         steps=30,
         lr=2e-3,
     )
@@ -190,9 +171,7 @@ def tune_encoder(folder: Path, pooling: str, longest: int = 64) -> None:
 
 def zero_shot(folder: Path, pooling: str = "mean", sentence: bool = False) -> None:
     write_texts(folder / "data", prompts=True)
-    save_pair(
-        folder, pretrained("BertModel", "bert"), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]")
-    )
+    save_pair(folder, pretrained("BertModel", "bert"), partial(save_tokenizer, prefix="[CLS]", suffix="[SEP]"))
     tune_encoder(folder, pooling)
     if sentence:
         for role in ("base", "tuned", "target"):

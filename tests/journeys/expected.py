@@ -31,8 +31,7 @@ TOKENS = Refusal(
     "trained token rows are more than base + B A: merge in peft and give the merged model",
 )
 ADAPTER = Refusal(
-    r"adapter(?!.*--base).*(base|merge)",
-    "an adapter is no model to train: give its base, or merge it first",
+    r"adapter(?!.*--base).*(base|merge)", "an adapter is no model to train: give its base, or merge it first"
 )
 FILE = Refusal(r"(single )?file.*folder", "a bare file has no config and no tokenizer: give the folder")
 NEEDS_MODEL = ("transport", "best", "few_shot", "naive", "compare", "out-lora", "evaluate", "merge")
@@ -40,11 +39,7 @@ NEEDS_MODEL = ("transport", "best", "few_shot", "naive", "compare", "out-lora", 
 REFUSED: dict[tuple[str, str], Refusal] = {
     **{("lora-bert-lost-pooler", command): LOST for command in ("inspect", *NEEDS_MODEL)},
     **{("lora-bert-mlm-qv", command): LOST for command in NEEDS_MODEL},
-    **{
-        (kind, command): DORA
-        for kind in ("dora-roberta", "dora-llama")
-        for command in ("inspect", *NEEDS_MODEL)
-    },
+    **{(kind, command): DORA for kind in ("dora-roberta", "dora-llama") for command in ("inspect", *NEEDS_MODEL)},
     **{("lora-llama-token-rows", command): TOKENS for command in ("inspect", *NEEDS_MODEL)},
     ("single-file", "evaluate"): FILE,
     ("single-file", "finetune"): FILE,
@@ -75,9 +70,7 @@ def page() -> str:
                 reasons.append(refusal.why)
             marks.append("works" if refusal is None else f"refused {reasons.index(refusal.why) + 1}")
         flags = " ".join(kind.shaping)
-        lines.append(
-            f"| {kind.says} | {kind.task}{f', `{flags}`' if flags else ''} | " + " | ".join(marks) + " |"
-        )
+        lines.append(f"| {kind.says} | {kind.task}{f', `{flags}`' if flags else ''} | " + " | ".join(marks) + " |")
     header = ["base and fine-tune", "task", *COMMANDS]
     return "\n".join(
         [
@@ -98,10 +91,7 @@ def page() -> str:
             "",
             "## Why some are refused",
             "",
-            *(
-                f"{number}. {reason[0].upper()}{reason[1:]}."
-                for number, reason in enumerate(reasons, start=1)
-            ),
+            *(f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, start=1)),
             "",
         ]
     )

@@ -46,15 +46,7 @@ def single_file(folder: Path) -> None:
 
 
 add(Kind("sharded", "BertForSequenceClassification in shards", "classification", sharded, text_classes))
-add(
-    Kind(
-        "pickled",
-        "BertForSequenceClassification as pytorch_model.bin",
-        "classification",
-        pickled,
-        text_classes,
-    )
-)
+add(Kind("pickled", "BertForSequenceClassification as pytorch_model.bin", "classification", pickled, text_classes))
 add(
     Kind(
         "single-file",

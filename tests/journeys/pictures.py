@@ -63,29 +63,20 @@ def pictures(folder: Path, class_name: str, model_type: str, labels: tuple[str, 
         folder / "base", **class_names(IMAGE_LABELS), ignore_mismatched_sizes=True
     )
     rows = read_rows(folder / "data", "train")
-    pixels = AutoImageProcessor.from_pretrained(folder / "base")(
-        [row["image"] for row in rows], return_tensors="pt"
-    )
+    pixels = AutoImageProcessor.from_pretrained(folder / "base")([row["image"] for row in rows], return_tensors="pt")
     answers = class_numbers(rows, IMAGE_LABELS)
     fit(
         model,
         lambda: model(pixel_values=pixels["pixel_values"], labels=answers).loss,
         steps=25,
-        lr=3e-3 if "resnet" in model_type else 5e-3,
+        lr=3e-3 if model_type in ("resnet", "deit") else 5e-3,
         settled="resnet" in model_type,
     )
     model.save_pretrained(folder / "tuned")
     processor(folder / "tuned")
 
 
-TIMM_SIZE = {
-    "embed_dim": 32,
-    "depth": 2,
-    "num_heads": 4,
-    "mlp_ratio": 1.5,
-    "img_size": IMAGE_SIZE,
-    "patch_size": 8,
-}
+TIMM_SIZE = {"embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5, "img_size": IMAGE_SIZE, "patch_size": 8}
 
 
 def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels: tuple[str, ...]) -> None:
@@ -95,12 +86,7 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
     from timm.models import save_for_hf
 
     write_images(folder / "data")
-    overlay = {
-        "input_size": (3, IMAGE_SIZE, IMAGE_SIZE),
-        "crop_pct": 1.0,
-        "custom_load": False,
-        "tag": "tiny",
-    }
+    overlay = {"input_size": (3, IMAGE_SIZE, IMAGE_SIZE), "crop_pct": 1.0, "custom_load": False, "tag": "tiny"}
     seeded()
     model = timm.create_model(architecture, num_classes=len(labels), pretrained_cfg_overlay=overlay, **size)
 
@@ -108,9 +94,7 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
 
     def save(role: str, names: tuple[str, ...]) -> None:
         config = {"label_names": list(names)}
-        save_for_hf(
-            model, str(folder / role), model_config=config, model_args=size or None, safe_serialization=True
-        )
+        save_for_hf(model, str(folder / role), model_config=config, model_args=size or None, safe_serialization=True)
 
     save("base", labels)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -122,10 +106,7 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
         model.reset_classifier(len(IMAGE_LABELS))
     rows = read_rows(folder / "data", "train")
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
-    pixels, answers = (
-        torch.stack([transform(row["image"]) for row in rows]),
-        class_numbers(rows, IMAGE_LABELS),
-    )
+    pixels, answers = (torch.stack([transform(row["image"]) for row in rows]), class_numbers(rows, IMAGE_LABELS))
     fit(
         model,
         lambda: functional.cross_entropy(model(pixels), answers),
@@ -137,7 +118,7 @@ def timm_pictures(folder: Path, architecture: str, size: dict[str, Any], labels:
 
 
 def towers(folder: Path, model_type: str, whole: bool) -> None:
-    """A zero-shot fine-tune of the image tower, or of both towers."""
+    """A zero-shot fine-tune of the image tower, and of both towers for the last few steps of the `whole`."""
     import transformers
 
     write_images(folder / "data")
@@ -160,39 +141,34 @@ def towers(folder: Path, model_type: str, whole: bool) -> None:
     def extras(place: Path) -> None:
         save_tokenizer(place, "" if siglip else "<s>", "</s>", model_max_length=24)
         if siglip:
-            transformers.SiglipImageProcessor(
-                size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-            ).save_pretrained(place)
+            transformers.SiglipImageProcessor(size={"height": IMAGE_SIZE, "width": IMAGE_SIZE}).save_pretrained(place)
         else:
-            transformers.CLIPImageProcessor(
-                size={"shortest_edge": IMAGE_SIZE}, crop_size=IMAGE_SIZE
-            ).save_pretrained(place)
+            transformers.CLIPImageProcessor(size={"shortest_edge": IMAGE_SIZE}, crop_size=IMAGE_SIZE).save_pretrained(
+                place
+            )
 
     save_pair(folder, model, extras)
     model = transformers.AutoModel.from_pretrained(folder / "base")
-    if not whole:
-        freeze(model, "vision_model.", "visual_projection.")
+    freeze(model, "vision_model.", "visual_projection.")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
     prompts = [f"a {label} photo" for label in IMAGE_LABELS]
     tokens = tokenizer(prompts, padding="max_length" if siglip else True, max_length=24, return_tensors="pt")
-    inputs = {"input_ids": tokens["input_ids"]} | (
-        {} if siglip else {"attention_mask": tokens["attention_mask"]}
-    )
+    inputs = {"input_ids": tokens["input_ids"]} | ({} if siglip else {"attention_mask": tokens["attention_mask"]})
     rows = read_rows(folder / "data", "train")
     pixels = transformers.AutoImageProcessor.from_pretrained(folder / "base")(
         [row["image"] for row in rows], return_tensors="pt"
     )
     answers = class_numbers(rows, IMAGE_LABELS)
-    fit(
-        model,
-        lambda: functional.cross_entropy(model(**inputs, **pixels).logits_per_image, answers),
-        steps=25,
-        lr=2e-3,
-    )
+
+    def loss() -> torch.Tensor:
+        return functional.cross_entropy(model(**inputs, **pixels).logits_per_image, answers)
+
+    fit(model, loss, steps=25, lr=2e-3)
+    if whole:
+        freeze(model, "")
+        fit(model, loss, steps=5, lr=2e-3)
     model.save_pretrained(folder / "tuned")
-    copy_files(
-        folder / "base", folder / "tuned", "tokenizer*", "special_tokens*", "preprocessor*", "processor*"
-    )
+    copy_files(folder / "base", folder / "tuned", "tokenizer*", "special_tokens*", "preprocessor*", "processor*")
 
 
 def classes(name: str, says: str, make: Maker, head: bool, score: Any = image_classes) -> None:
@@ -204,9 +180,7 @@ classes("vit-headed", "ViTForImageClassification on all sides",
 classes("vit-other-head", "ViTForImageClassification, base with other classes",
         partial(pictures, class_name="ViTForImageClassification", model_type="vit", labels=OTHER_LABELS), True)  # fmt: skip
 classes("vit-bare", "ViTModel with pooler", partial(pictures, class_name="ViTModel", model_type="vit"), True)
-classes(
-    "deit", "DeiTModel; image classifier", partial(pictures, class_name="DeiTModel", model_type="deit"), True
-)
+classes("deit", "DeiTModel; image classifier", partial(pictures, class_name="DeiTModel", model_type="deit"), True)
 classes("swin-other-head", "SwinForImageClassification, base with other classes",
         partial(pictures, class_name="SwinForImageClassification", model_type="swin", labels=OTHER_LABELS), True)  # fmt: skip
 classes("resnet", "ResNetForImageClassification on all sides",

@@ -106,9 +106,7 @@ def timm_classes(folder: Path, data: Path, base: Path | None = None) -> float:
     from timm.data import create_transform, resolve_model_data_config
 
     options: dict[str, Any] = {"num_classes": len(IMAGE_LABELS)} if is_adapter(folder) else {}
-    model = timm.create_model(
-        f"local-dir:{base if is_adapter(folder) else folder}", pretrained=True, **options
-    )
+    model = timm.create_model(f"local-dir:{base if is_adapter(folder) else folder}", pretrained=True, **options)
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     names = model.pretrained_cfg.get("label_names") or IMAGE_LABELS
     if is_adapter(folder):
@@ -129,9 +127,7 @@ def two_towers(full_length: bool) -> Scorer:
         model, tokenizer = loaded("AutoModel", folder, base), tokenizer_of(home)
         prompts = json.loads((data / "task.json").read_text())["labels"]
         padding: Any = "max_length" if full_length else True
-        tokens = tokenizer(
-            list(prompts.values()), padding=padding, max_length=24, truncation=True, return_tensors="pt"
-        )
+        tokens = tokenizer(list(prompts.values()), padding=padding, max_length=24, truncation=True, return_tensors="pt")
         if full_length:
             tokens.pop("attention_mask")
         rows = read_rows(data, "test")
@@ -162,10 +158,7 @@ def text_encoder(pooling: str = "mean", sentence_folder: bool = False, longest: 
         way, most = pooling, longest
         if sentence_folder:
             home = base if is_adapter(folder) else folder  # an adapter is put on the sentence model it is for
-            kinds = [
-                module["type"].rsplit(".", 1)[-1]
-                for module in json.loads((home / "modules.json").read_text())
-            ]
+            kinds = [module["type"].rsplit(".", 1)[-1] for module in json.loads((home / "modules.json").read_text())]
             assert kinds[:2] == ["Transformer", "Pooling"]
             config = json.loads((home / "1_Pooling" / "config.json").read_text())
             way = "cls" if config["pooling_mode_cls_token"] else "mean"
@@ -175,11 +168,7 @@ def text_encoder(pooling: str = "mean", sentence_folder: bool = False, longest: 
         rows = read_rows(data, "test")
         on = base if is_adapter(folder) else None
         vectors = embed(
-            loaded("AutoModel", folder, on),
-            tokenizer_of(on or folder),
-            [row["text"] for row in rows],
-            way,
-            most,
+            loaded("AutoModel", folder, on), tokenizer_of(on or folder), [row["text"] for row in rows], way, most
         )
         answers = (vectors @ head.T).argmax(-1).tolist()
         return share([list(labels)[answer] == row["label"] for answer, row in zip(answers, rows)])
@@ -230,9 +219,7 @@ def causal_exact(folder: Path, data: Path, base: Path | None = None) -> float:
         asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
         tokens = tokenizer(asked, add_special_tokens=False, return_tensors="pt")
         tokens.pop("token_type_ids", None)
-        said = model.generate(
-            **tokens, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.pad_token_id
-        )
+        said = model.generate(**tokens, max_new_tokens=4, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         text = tokenizer.decode(said[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
         right.append(text.strip() == answer["content"])
     return share(right)

@@ -39,9 +39,7 @@ def language_model(model_type: str, auto: str = "AutoModelForCausalLM") -> Any:
     import transformers
 
     seeded()
-    return getattr(transformers, auto).from_config(
-        transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
-    )
+    return getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type]))
 
 
 def speech(tokenizer: Any, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -82,9 +80,7 @@ def teach_pairs(model: Any, folder: Path, steps: int = 60) -> None:
     tokenizer, rows = AutoTokenizer.from_pretrained(folder / "base"), read_rows(folder / "data", "train")
     inputs = tokenised(tokenizer, rows)
     inputs.pop("token_type_ids", None)
-    labels = tokenizer(text_target=[row["label"] for row in rows], padding=True, return_tensors="pt")[
-        "input_ids"
-    ]
+    labels = tokenizer(text_target=[row["label"] for row in rows], padding=True, return_tensors="pt")["input_ids"]
     labels = labels.masked_fill(labels == tokenizer.pad_token_id, -100)
     fit(model, lambda: model(**inputs, labels=labels).loss, steps=steps)
 

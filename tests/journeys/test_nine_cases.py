@@ -35,9 +35,7 @@ def sources(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["bert-bare", "bert-mlm", "roberta-mlm", "llama-classifier"])
-def test_case_1_an_adapter_written_with_a_copied_head_is_complete(
-    kind: str, stable: Path, tmp_path: Path
-) -> None:
+def test_case_1_an_adapter_written_with_a_copied_head_is_complete(kind: str, stable: Path, tmp_path: Path) -> None:
     journey = journey_of(kind, stable, tmp_path)
     outcome = COMMANDS["out-lora"](journey)
     assert outcome.code == 0 and outcome.out is not None, outcome.message
@@ -69,9 +67,7 @@ def test_case_3_training_methods_take_a_pooler_only_the_fine_tune_has(
     journey = journey_of("bert-no-pooler", stable, tmp_path)
     outcome = transport("--method", method)(journey)
     assert outcome.code == 0 and outcome.out is not None, outcome.message
-    assert journey.score(outcome.out, "target") == pytest.approx(
-        outcome.report["test_after"]["accuracy"], abs=POINTS
-    )
+    assert journey.score(outcome.out, "target") == pytest.approx(outcome.report["test_after"]["accuracy"], abs=POINTS)
 
 
 @pytest.mark.parametrize("kind", ["distilbert-mlm", "modernbert-mlm", "vit-bare", "roberta-bare"])
@@ -155,21 +151,8 @@ def test_case_6_the_models_own_limit_is_the_default_length(long_mails: Path, tmp
 def test_case_6_cut_texts_are_counted_in_terminal_manifest_and_card(long_mails: Path, tmp_path: Path) -> None:
     home, out = long_mails, tmp_path / "out"
     trio = ("--base", home / "base", "--tuned", home / "tuned", "--target", home / "target")
-    words = (
-        "transport",
-        *trio,
-        "--data",
-        home / "data",
-        "--task",
-        "zero-shot",
-        "--method",
-        "naive",
-        "--alpha",
-        1,
-    )
-    outcome = typed(
-        *words, "--shots", 3, "--max-length", 32, "--force", "--out", out, "--device", "cpu", out=out
-    )
+    words = ("transport", *trio, "--data", home / "data", "--task", "zero-shot", "--method", "naive", "--alpha", 1)
+    outcome = typed(*words, "--shots", 3, "--max-length", 32, "--force", "--out", out, "--device", "cpu", out=out)
     assert outcome.code == 0, outcome.message
     said = rf"\d+ of \d+ .*cut.* 32\b|cut.*\d+ of \d+.* 32\b|{SIZES['test']} of {SIZES['test']}.*32"
     assert loud(outcome, said)
@@ -209,9 +192,7 @@ def test_case_8_another_number_of_layers_is_not_passed_over(stable: Path, tmp_pa
     assert loud(outcome, r"layers"), outcome.printed
 
 
-@pytest.mark.parametrize(
-    "method", [("--alpha", "1"), ("--method", "naive", "--alpha", "1"), ("--method", "best")]
-)
+@pytest.mark.parametrize("method", [("--alpha", "1"), ("--method", "naive", "--alpha", "1"), ("--method", "best")])
 def test_case_9_a_target_that_is_the_fine_tune_itself_is_noticed(
     method: tuple[str, ...], stable: Path, tmp_path: Path
 ) -> None:
@@ -262,25 +243,12 @@ def test_case_9_a_rising_few_shot_loss_does_not_ship_in_silence(tmp_path: Path) 
         "cpu",
     )
     outcome = typed(
-        *words,
-        "--method",
-        "naive",
-        "--alpha",
-        1,
-        "--no-check",
-        "--out",
-        out,
-        out=out,
-        report=tmp_path / "found.json",
+        *words, "--method", "naive", "--alpha", 1, "--no-check", "--out", out, out=out, report=tmp_path / "found.json"
     )
     if outcome.code == 0:
-        assert outcome.report["fewshot_loss_after"] > outcome.report["fewshot_loss_before"], (
-            "the test's own premise"
-        )
+        assert outcome.report["fewshot_loss_after"] > outcome.report["fewshot_loss_before"], "the test's own premise"
     assert outcome.code in (0, 6)
-    assert loud(outcome, r"(note|gradfix): .*loss.*(rises|rose|goes from|went from|higher|up)"), (
-        outcome.printed
-    )
+    assert loud(outcome, r"(note|gradfix): .*loss.*(rises|rose|goes from|went from|higher|up)"), outcome.printed
 
 
 def test_the_default_method_is_best(stable: Path, tmp_path: Path) -> None:

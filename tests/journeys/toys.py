@@ -41,9 +41,7 @@ def splits() -> dict[str, list[dict[str, Any]]]:
     return {name: texts(count, seed) for seed, (name, count) in enumerate(SIZES.items(), start=1)}
 
 
-def write_texts(
-    folder: Path, *, numbered: bool = False, prompts: bool = False, parquet: bool = False
-) -> None:
+def write_texts(folder: Path, *, numbered: bool = False, prompts: bool = False, parquet: bool = False) -> None:
     """Three splits; `numbered` writes 0, 1, 2 for labels, as data sets for nameless heads do."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, rows in splits().items():
@@ -78,9 +76,7 @@ def images(count: int, seed: int) -> list[dict[str, Any]]:
     for index in range(count):
         pixels = draw.integers(20, 200, (IMAGE_SIZE, IMAGE_SIZE, 3)) + draw.normal(0, 5, 3)
         pixels[..., index % 3] += 14
-        rows.append(
-            {"image": Image.fromarray(pixels.clip(0, 255).astype("uint8")), "label": IMAGE_LABELS[index % 3]}
-        )
+        rows.append({"image": Image.fromarray(pixels.clip(0, 255).astype("uint8")), "label": IMAGE_LABELS[index % 3]})
     return rows
 
 
@@ -95,9 +91,7 @@ def write_images(folder: Path) -> None:
 def read_rows(data: Path, split: str) -> list[dict[str, Any]]:
     """What a user's own script would read: json lines, parquet, or class folders of images."""
     if (data / f"{split}.jsonl").is_file():
-        return [
-            json.loads(line) for line in (data / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        ]
+        return [json.loads(line) for line in (data / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
     if (data / f"{split}.parquet").is_file():
         from datasets import Dataset
 
@@ -108,9 +102,7 @@ def read_rows(data: Path, split: str) -> list[dict[str, Any]]:
     return [{"image": Image.open(file).convert("RGB"), "label": file.parent.name} for file in files]
 
 
-def fit(
-    model: nn.Module, loss: Callable[[], Tensor], steps: int = 40, lr: float = 5e-3, settled: bool = False
-) -> None:
+def fit(model: nn.Module, loss: Callable[[], Tensor], steps: int = 40, lr: float = 5e-3, settled: bool = False) -> None:
     """Plain AdamW over the whole toy set at once; `settled` leaves running statistics as they are."""
     model.train(not settled)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -137,6 +129,4 @@ def tokenised(tokenizer: Any, rows: Sequence[dict[str, Any]]) -> dict[str, Tenso
 
 
 def class_numbers(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Tensor:
-    return torch.tensor(
-        [row["label"] if isinstance(row["label"], int) else names.index(row["label"]) for row in rows]
-    )
+    return torch.tensor([row["label"] if isinstance(row["label"], int) else names.index(row["label"]) for row in rows])

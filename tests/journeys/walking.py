@@ -77,11 +77,7 @@ def _refused(outcome: Outcome) -> Cell:
 def _worked(journey: Journey, command: str, outcome: Outcome) -> Cell:
     if command == "inspect":
         plan = outcome.report["plan"]
-        return (
-            Cell("works")
-            if plan and plan["transported"]
-            else Cell("broken", "; ".join(outcome.report["notes"]))
-        )
+        return Cell("works") if plan and plan["transported"] else Cell("broken", "; ".join(outcome.report["notes"]))
     if command in WRITES and typed("verify", outcome.out).code:
         return Cell("broken", "the written folder does not verify")
     said = reported(command, outcome)
@@ -91,10 +87,7 @@ def _worked(journey: Journey, command: str, outcome: Outcome) -> Cell:
         untuned = "base" if command in ("evaluate", "finetune") else "target"
         measured = journey.score(_scored(journey, command, outcome), untuned)
     except Exception as error:  # whatever the user's own tool raises: the output does not load
-        return Cell(
-            "broken",
-            f"{said:.2f} was reported, but the output does not load: {type(error).__name__}: {error}",
-        )
+        return Cell("broken", f"{said:.2f} was reported, but the output does not load: {type(error).__name__}: {error}")
     if abs(said - measured) > POINTS:
         return Cell("broken", f"{said:.2f} was reported, but plain code measures {measured:.2f}")
     if command in CARRIES and measured < CHANCE + 10:

@@ -149,7 +149,9 @@ def save_like(
     added = {name: value for name, value in named.items() if name not in source}
 
     def info(name: str) -> TensorInfo:
-        about = source.info(name) if name in source else TensorInfo(tuple(added[name].shape), dtype)
+        if name in named:  # a head that was replaced may have another shape than the source's
+            return TensorInfo(tuple(named[name].shape), dtype)
+        about = source.info(name)
         return TensorInfo(about.shape, dtype) if about.dtype.is_floating_point else about
 
     layout = layout_of(source, list(added), info)

@@ -6,7 +6,7 @@ of each tensor), and packed integers, which must not differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -45,6 +45,7 @@ class Fate(Enum):
     HEAD_SKIPPED = ("skipped", "head of the fine-tune, skipped")
     DROPPED_HEAD = ("copied", "a head the fine-tune dropped")
     ONLY_IN_TARGET = ("copied", "only in the target")
+    NOT_ASKED = ("copied", "no part of the task")
     STATISTICS = ("copied", "running statistics of the target")
     INTEGERS = ("copied", "not a floating tensor")
     BUFFER = ("copied", "a buffer")
@@ -97,6 +98,12 @@ class Fates(dict[str, TensorFate]):
         heads = (Fate.HEAD_COPIED, Fate.HEAD_SKIPPED)
         return sorted(name for name, fate in self.items() if fate.fate in heads)
 
+    def leaving(self, names: Collection[str]) -> Fates:
+        """The same, but these tensors of the target, and stored copies of them, are no part of the task."""
+        plain = (Fate.TRANSPORTED, Fate.TIED, Fate.ONLY_IN_TARGET)
+        left = {n for n, fate in self.items() if fate.fate in plain and (n in names or fate.of in names)}
+        return Fates({n: TensorFate(Fate.NOT_ASKED) if n in left else fate for n, fate in self.items()})
+
     @property
     def copied(self) -> list[str]:
         """What the output has as it is: from the target or, where it is a head, from the fine-tune."""
@@ -109,12 +116,19 @@ class Trio:
     `base` and `tuned` are shown as the target names its tensors and orders its token rows; `sources` are all three
     as their files are, `given` as the user named them. `vocabulary` says for the manifest how rows were matched."""
 
-    def __init__(self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Checkpoint],
+        given: Mapping[str, Any],
+        head: str,
+        strict: bool,
+        leave: Collection[str] = (),
+    ) -> None:
         self.sources, self.given, self.head = dict(sources), dict(given), head
         self.target = self.sources["target"]
         base, tuned = (match_prefix(self.sources[role], self.target) for role in ("base", "tuned"))
         self.base, self.tuned, self.vocabulary = match_vocabulary(base, tuned, self.target)
-        self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict)
+        self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict).leaving(leave)
         self.moved, self.tied = self.fates.moved, self.fates.tied
         self.heads, self.copied = self.fates.heads, self.fates.copied
 
@@ -127,16 +141,17 @@ class Trio:
         *,
         head: str = "error",
         strict: bool = False,
+        leave: Collection[str] = (),
     ) -> Trio:
         """Open and match all three, or say why they do not go together.
 
         A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the target has,
         or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the target
         lacks is an error. Buffers are the target's. A stored copy of a transported tensor is moved with it, and one
-        that a file leaves out is not missed."""
+        that a file leaves out is not missed. What `leave` names is no part of the task and stays the target's."""
         before, goal = open_checkpoint(base), open_checkpoint(target)
         sources = {"base": before, "tuned": open_checkpoint(tuned, base=before), "target": goal}
-        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict)
+        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict, leave)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -28,9 +28,13 @@ class Start:
     task: Task
     notes: tuple[str, ...] = ()
 
-    def open(self, source: str, *, head_from: str | None = None) -> Bound:
+    def open(self, source: str, *, head_from: str | None = None, base: str | None = None) -> Bound:
         return self.task.open(
-            source, dtype=torch_dtype(self.options.dtype), device=device_of(self.options.device), head_from=head_from
+            source,
+            dtype=torch_dtype(self.options.dtype),
+            device=device_of(self.options.device),
+            head_from=head_from,
+            base=base,
         )
 
 

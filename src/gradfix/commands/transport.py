@@ -32,7 +32,7 @@ from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
-from gradfix.methods.opening import lenders_of, open_target, open_tuned
+from gradfix.methods.opening import lenders_of, open_target, open_tuned, unmoved_on_disk
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
@@ -62,6 +62,7 @@ class TransportResult:
     fewshot_loss_after: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    measure: str = "accuracy"  # what the share of right answers is called
 
     def as_json(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name != "report"}
@@ -229,7 +230,7 @@ class _Transport:
         with dialled(self.bound.model, update) as dial:
             dial.turn(alpha)
             loss_after, after = loss(), self._test_score(trial)
-        self.notes += refuse_broken(loss_after, alpha, config.force)
+        self.notes += [*refuse_broken(loss_after, alpha, config.force), *self.bound.cuts()]
         chosen_by = outcome.chosen_by or trial.regime
         measured = {
             "labels_per_class": config.shots,
@@ -237,6 +238,7 @@ class _Transport:
             "chosen_by": chosen_by,
             "fewshot_loss_before": loss_before,
             "fewshot_loss_after": loss_after,
+            "measure": self.bound.measure,
             "test_before": before,
             "test_after": after,
         }
@@ -249,6 +251,7 @@ class _Transport:
         result = TransportResult(
             Path(config.out), alpha, outcome.margin, chosen_by, report, curve,
             before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
+            self.bound.measure,
         )  # fmt: skip
         if config.report and not config.dry_run:
             write_page(self.wanted, result, samples=len(self.shots.fewshot))
@@ -275,7 +278,7 @@ class _Transport:
         common: dict[str, Any] = {
             "target": trio.target, "out": config.out, "overwrite": config.overwrite, "dtype": config.out_dtype,
             "force": config.force, "details": details, "extras": self.bound.save_extras, "alpha": outcome.alpha,
-            "progress": Meter(trio.target.nbytes, self.stage),
+            "progress": Meter(trio.target.nbytes, self.stage), "leave": unmoved_on_disk(self.bound, trio.target),
         }  # fmt: skip
         # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
         streams = masked is not None and masked.align == "none" and not masked.noise

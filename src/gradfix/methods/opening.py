@@ -19,6 +19,7 @@ from gradfix._version import __version__
 from gradfix.align import align
 from gradfix.checkpoints.folder import is_side_file
 from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
@@ -31,14 +32,25 @@ from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.tasks.classification import Classification
 from gradfix.training.distil import can_teach, teacher_of
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.vectors.transported import apply
 
 
 def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Bound:
     """The target as the task sees it, with the fine-tune's head where that is to be copied."""
-    lent = trio.head == "copy" and isinstance(task, Classification)
-    head_from = trio.given["tuned"] if lent else None
-    return task.open(trio.given["target"], dtype=dtype, device=device, head_from=head_from)
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    if trio.head == "copy" and isinstance(task, Classification):
+        how |= {"head_from": trio.given["tuned"], "base": trio.given["base"]}
+    return task.open(trio.given["target"], **how)
+
+
+def unmoved_on_disk(bound: Bound, target: Checkpoint) -> frozenset[str]:
+    """The tensors of the target's files that are no part of the task."""
+    still = bound.unmoved()
+    if not still:
+        return frozenset()
+    names = name_map(bound.model, target.names())
+    found = {disk for name, disk in names.renamed.items() if name in still}
+    found |= {disk for disk, name in names.aliases.items() if name in still}
+    return frozenset(found | {disk for disk, place in names.fused.items() if set(place.sources) <= still})
 
 
 def lenders_of(trio: Trio, bound: Bound, tau: TaskVector, task: Task | None) -> Lenders:
@@ -63,15 +75,11 @@ def open_teacher(trio: Trio, bound: Bound, task: Task | None, tau: TaskVector) -
 
 
 def open_tuned(trio: Trio, task: Task, dtype: torch.dtype, device: Any) -> Bound:
-    """The fine-tune as the task sees it; an adapter is added onto its base."""
+    """The fine-tune as the task sees it: an adapter put onto its base, a bare file with the base's config."""
     base, tuned = trio.given["base"], trio.given["tuned"]
-    path = trio.sources["tuned"].path
-    if path is None or not (path / "adapter_config.json").is_file():
-        return task.open(tuned, dtype=dtype, device=device, head_from=base)
-    old = task.open(base, dtype=dtype, device=device)
-    # Not the trio's views: these are in the order of the target's tokens, and this model is not.
-    apply(old.model, TaskVector.between(trio.sources["base"], trio.sources["tuned"]), 1.0)
-    return old
+    # A classifier has a head of its own; a frozen one is that of the encoder before it was tuned.
+    head_from = None if isinstance(task, Classification) else base
+    return task.open(tuned, dtype=dtype, device=device, head_from=head_from, base=base)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,8 @@ class Stream:
 
     def identity(self) -> list[Any]:
         heads = [(name, self.fates[name].kind) for name in self.fates.heads]
-        return [self.update.identity(), self.target.identity(), self.ballot.identity(), self.alpha, heads]
+        left = [name for name, fate in self.fates.items() if fate.fate is Fate.NOT_ASKED]
+        return [self.update.identity(), self.target.identity(), self.ballot.identity(), self.alpha, heads, left]
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ def transport_checkpoint(
 
     `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none. Further options:
     `margin` and `seed` of the mask; `head` ("error", "copy" or "skip") for tensors that only the fine-tune has, `strict`
-    to refuse every tensor that not all three share; `dtype`, `overwrite`, `force`, `details` and `inputs` by
+    to refuse every tensor that not all three share, `leave` with names that are no part of the task; `dtype`, `overwrite`, `force`, `details` and `inputs` by
     role (for the manifest), `extras(staging)` (may add files) and `progress(bytes)` of the output."""
-    defaults = {"margin": None, "seed": None, "head": "error", "strict": False, "inputs": None}
+    defaults = {"margin": None, "seed": None, "head": "error", "strict": False, "inputs": None, "leave": ()}
     own, output = Output.sorted_out(out, options, defaults)
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     refuse_inside(Path(out), [before.path, after.path, goal.path, votes])
-    trio = Trio.open(before, after, goal, head=own["head"], strict=own["strict"])
+    trio = Trio.open(before, after, goal, head=own["head"], strict=own["strict"], leave=own["leave"])
     roles = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
     hashes = InputHashes(list(roles.values()))
     stream = Stream(
@@ -151,8 +152,8 @@ def write_update(
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest.
 
     `head` holds tensors that the target lacks: they are written with what the update changes in them. Further options
-    are those of the output, as in `transport_checkpoint`."""
-    _, output = Output.sorted_out(out, options, {})
+    are `leave` and those of the output, as in `transport_checkpoint`."""
+    own, output = Output.sorted_out(out, options, {"leave": ()})
     goal = open_checkpoint(target)
     refuse_inside(Path(out), [goal.path])
     lent = dict(head or {})
@@ -160,7 +161,8 @@ def write_update(
     for name in lent.keys() & update.keys():
         lent[name] = lent[name].clone()
         add_scaled(lent[name], update[name], alpha)
-    trio = Trio.open(moved, {**moved, **lent}, goal, head="copy" if lent else "error")  # by names and shapes
+    policy = "copy" if lent else "error"
+    trio = Trio.open(moved, {**moved, **lent}, goal, head=policy, leave=own["leave"])  # by names and shapes
     stream = Stream(
         goal, trio.fates, Ready(trio.tuned), Ballot(None, "none", None, None, trio.fates, goal), float(alpha),
         InputHashes([goal]), dict(inputs or {"target": goal}), heads=dict.fromkeys(trio.heads, trio.tuned),
