@@ -32,6 +32,7 @@ from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
 
+HEADS = {Fate.DROPPED_HEAD, Fate.HEAD_COPIED, Fate.HEAD_SKIPPED}
 ORDERS = ("plain", "mask_then_merge", "merge_then_mask")
 
 
@@ -176,13 +177,13 @@ class _MergeJob:
         return (*notes, *self.target.notes)
 
     def _check_names(self) -> None:
-        """What one vector moves the others move as well, or had as a head of their base and dropped."""
+        """What one vector moves the others move as well, or have as a head of their own or dropped with their base's."""
         first = self.trios[0]
         for number, trio in enumerate(self.trios, 1):
             odd = [
                 name
                 for name in sorted(set(first.moved) ^ set(trio.moved))
-                if Fate.DROPPED_HEAD not in (first.fates[name].fate, trio.fates[name].fate)
+                if not HEADS & {first.fates[name].fate, trio.fates[name].fate}
             ]
             if odd:
                 raise IncompatibleCheckpoints(

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.kinds import HEADS
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
-from gradfix.checkpoints.trio import HEADS
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -34,7 +34,9 @@ class TaskVector(Mapping[str, Tensor]):
     @classmethod
     def of(cls, trio: Trio) -> TaskVector:
         """What the fine-tune changed in the weights all three share, under the target's names."""
-        shared = {name: name for name in trio.base.names() if name in trio.tuned and name in trio.target}
+        heads = set(trio.heads)
+        names = [name for name in trio.base.names() if name not in heads]
+        shared = {name: name for name in names if name in trio.tuned and name in trio.target}
         return cls.between(Renamed(trio.base, shared), Renamed(trio.tuned, shared))
 
     @classmethod
