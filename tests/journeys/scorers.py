@@ -109,7 +109,8 @@ def timm_classes(folder: Path, data: Path, base: Path | None = None) -> float:
     model = timm.create_model(f"local-dir:{base if is_adapter(folder) else folder}", pretrained=True, **options)
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     names = model.pretrained_cfg.get("label_names") or IMAGE_LABELS
-    if is_adapter(folder):
+    if is_adapter(folder):  # the adapter format has no place for class names
+        names = IMAGE_LABELS
         model = peft.PeftModel.from_pretrained(model, folder)
     rows = read_rows(data, "test")
     answers = model.eval()(torch.stack([transform(row["image"]) for row in rows])).argmax(-1)

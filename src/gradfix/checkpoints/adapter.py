@@ -193,6 +193,27 @@ def conv1d_layers(base: Checkpoint, adapter: Mapping[str, Any]) -> Callable[[str
     return ask
 
 
+def peft_task(model: nn.Module) -> dict[str, Any]:
+    """Which class of peft loads the folder: by its name for the task, or by the model's own class."""
+    kind, module = type(model).__name__, type(model).__module__
+    if not module.startswith("transformers."):
+        return {"task_type": None}
+    from transformers.models.auto import modeling_auto as auto
+
+    classes = {
+        "SEQ_CLS": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "SEQ_2_SEQ_LM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "CAUSAL_LM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    for task, known in classes.items():
+        if kind in known.values():
+            return {"task_type": task}
+    reads = getattr(model, "main_input_name", None) == "input_ids" and not hasattr(model, "get_image_features")
+    if reads and kind in auto.MODEL_MAPPING_NAMES.values():
+        return {"task_type": "FEATURE_EXTRACTION"}
+    return {"task_type": None, "auto_mapping": {"base_model_class": kind, "parent_library": module}}
+
+
 def check_base(
     folder: Path, base: Checkpoint, recorded: str | None, opener: Callable[[Path], Checkpoint]
 ) -> tuple[str, ...]:

@@ -103,6 +103,15 @@ def same_bytes(checkpoint: Checkpoint, left: str, right: str) -> bool:
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
 
 
+def same_weights(left: Checkpoint, right: Checkpoint, names: Sequence[str]) -> bool:
+    """Whether two checkpoints hold equal numbers under these names; reading stops at the first that differ."""
+    return bool(names) and all(
+        left.info(name).shape == right.info(name).shape
+        and all(torch.equal(a.double(), b.double()) for a, b in zip(left.chunks(name), right.chunks(name), strict=True))
+        for name in names
+    )
+
+
 def _varies(checkpoint: Checkpoint, name: str) -> bool:
     value = checkpoint.span(name, 0, 1)
     return any(bool((piece != value).any()) for piece in checkpoint.chunks(name))

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradfix._version import __version__
 from gradfix.align import align
 from gradfix.checkpoints.folder import is_side_file
 from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.kinds import same_weights
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.search import Search
 from gradfix.methods.trained import in_full
 from gradfix.methods.trial import Lenders, Passes, Splits, Trial
@@ -39,7 +41,39 @@ def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Boun
     how: dict[str, Any] = {"dtype": dtype, "device": device}
     if trio.head == "copy" and isinstance(task, Classification):
         how |= {"head_from": trio.given["tuned"], "base": trio.given["base"]}
-    return task.open(trio.given["target"], **how)
+    bound = task.open(trio.given["target"], **how)
+    if trio.head == "copy":  # also where the target has one of its own: what is measured is what is written
+        fill(bound.model, trio.tuned, trio.target, trio.heads)
+    return bound
+
+
+def fill(model: nn.Module, source: Checkpoint, target: Checkpoint, names: Iterable[str]) -> None:
+    """Put these tensors of a checkpoint into the model, one by one; names are those of the target's files."""
+    known = name_map(model, target.names())
+    parameters, parts = dict(model.named_parameters()), {}
+    with torch.no_grad():
+        for name in names:
+            if name in known.fused:
+                parts[name] = source.read(name)
+                continue
+            for own, value in known.to_module({name: source.read(name)}).items():
+                if own in parameters and parameters[own].shape == value.shape:
+                    parameters[own].copy_(value)
+        for own, value in known.to_module(parts).items():
+            parameters[own].copy_(value)
+
+
+def refuse_itself(trio: Trio, force: bool = False) -> list[str]:
+    """A target that is the fine-tune would get its update twice; a note where that is forced."""
+    if not same_weights(trio.tuned, trio.target, trio.moved):
+        return []
+    text = f"the target {trio.target} is the fine-tune itself: its weights equal those of {trio.tuned}"
+    if not force:
+        raise IncompatibleCheckpoints(
+            f"{text}, and its update would be added twice. Give the new base as --target; to score the fine-tune, use "
+            "`gradfix evaluate`. --force goes on all the same."
+        )
+    return [f"{text}, and its update is added a second time"]
 
 
 def unmoved_on_disk(bound: Bound, target: Checkpoint) -> frozenset[str]:
@@ -115,6 +149,7 @@ class Opened:
         self.task = _task(request.task, self.dataset, request.task_options)
         target = request.target.model if isinstance(request.target, Bound) else request.target
         self.trio = Trio.open(request.base, request.tuned, target, head=request.head, strict=request.strict)
+        refuse_itself(self.trio)
         self.bound = self._bound()
         self.opened = dict(self.trio.sources)
         if request.target_tuned is not None:

@@ -78,6 +78,7 @@ class Stream:
     heads: Mapping[str, Checkpoint] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)  # how an update that is there already came about
     kind: str = "transport"
 
     def source(self, name: str) -> Checkpoint:
@@ -152,8 +153,9 @@ def write_update(
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest.
 
     `head` holds tensors that the target lacks: they are written with what the update changes in them. Further options
-    are `leave` and those of the output, as in `transport_checkpoint`."""
-    own, output = Output.sorted_out(out, options, {"leave": ()})
+    are `made`, how the update came about (`mask`, `seed`, `kept` ...), `leave`, and those of the output, as in
+    `transport_checkpoint`."""
+    own, output = Output.sorted_out(out, options, {"leave": (), "made": {}})
     goal = open_checkpoint(target)
     refuse_inside(Path(out), [goal.path])
     lent = dict(head or {})
@@ -166,7 +168,7 @@ def write_update(
     stream = Stream(
         goal, trio.fates, Ready(trio.tuned), Ballot(None, "none", None, None, trio.fates, goal), float(alpha),
         InputHashes([goal]), dict(inputs or {"target": goal}), heads=dict.fromkeys(trio.heads, trio.tuned),
-        notes=goal.notes,
+        notes=goal.notes, made=own["made"],
     )  # fmt: skip
     return write_stream(stream, output)
 
@@ -236,7 +238,7 @@ class _Pass:
         kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
             Path(self.output.out), kinds["transported"], kinds["copied"], kinds["skipped"],
-            share(whole.kept, whole.nonzero), share(whole.survived, whole.kept), whole.norm_ratio(),
+            self.stream.made.get("kept", share(whole.kept, whole.nonzero)), share(whole.survived, whole.kept), whole.norm_ratio(),
             tensors=tensors, notes=tuple(notes),
         )  # fmt: skip
 
@@ -277,10 +279,11 @@ class _Pass:
         ballot.require(stream.target, stream.hashes)
         options = {name: value for name, value in ballot.options.items() if name != "count"}
         counts = {name: getattr(report, name) for name in ("transported", "copied", "skipped")}
+        made = {name: value for name, value in stream.made.items() if name != "kept"}
         return {
             **versions(),
             "inputs": inputs,
-            "config": {"mask": ballot.mask, "alpha": stream.alpha, **options, "seed": ballot.seed},
+            "config": {"mask": ballot.mask, "alpha": stream.alpha, **options, "seed": ballot.seed, **made},
             "votes": {"count": ballot.count, "target_hash": ballot.target_hash, "origin": ballot.origin},
             "counts": {**counts, "total": sum(counts.values())},
             "kept": report.kept,

@@ -64,6 +64,10 @@ class Bound(ABC):
         """Names of the parameters fine-tuning may move; heads that belong to the side stay frozen."""
         return [name for name, _ in self.model.named_parameters()]
 
+    def head_names(self) -> list[str]:
+        """Names of the parameters of a head that is part of the model; none where there is no such thing."""
+        return []
+
     def unmoved(self) -> frozenset[str]:
         """Names of the parameters that are no part of the task: a transport leaves them as the target has them.
 

@@ -46,6 +46,9 @@ class ClassificationBound(ClosedSet):
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.classifier.features(model, batch)
 
+    def head_names(self) -> list[str]:
+        return self.classifier.head()
+
     def trainable(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters() if name not in self._frozen]
 
