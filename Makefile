@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 N ?= 1.0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint types bench torture docs clean
+.PHONY: demo test lint types bench torture journeys docs clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,10 @@ bench: $(VENV)/.dev
 
 torture: $(VENV)/.dev
 	$(BIN)/python -m tests.torture --share $(N)
+
+journeys: $(VENV)/.dev
+	JOURNEYS=all $(BIN)/python -m pytest tests/journeys -n auto --dist worksteal
+	$(BIN)/python -m tests.journeys.expected --write
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -18,6 +18,7 @@ from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.comparison import compare
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
+from tests.adapters import load, train_adapter
 from tests.tiny import _BERT, TEXT_LABELS, save_tiny, save_tokenizer, toy_texts, write_rows
 
 LABELS = {label: label for label in TEXT_LABELS}

@@ -243,3 +243,23 @@ def test_the_tied_llama_has_no_head_on_disk(tmp_path: Path) -> None:
     assert "lm_head.weight" not in checkpoint
     assert checkpoint.info("model.embed_tokens.weight").shape[0] == len(VOCAB)
     assert set(name_map(model, checkpoint.names()).disk_names()) == set(checkpoint.names())
+
+
+def test_a_head_of_another_task_is_no_prefix(tmp_path: Path) -> None:
+    """ALBERT's `sop_classifier.classifier` ends like the classifier of a fine-tune, and is not it."""
+    from transformers import AlbertConfig, AlbertForPreTraining, AlbertForSequenceClassification
+
+    config = AlbertConfig(
+        vocab_size=11, pad_token_id=0, hidden_size=8, embedding_size=8, num_attention_heads=2, intermediate_size=8
+    )
+    AlbertForPreTraining(config).save_pretrained(tmp_path)
+    names = name_map(AlbertForSequenceClassification(config), open_checkpoint(tmp_path).names())
+    assert names.renamed["classifier.weight"] == "classifier.weight"
+
+
+def test_what_a_bare_file_lacks_is_named_as_its_other_tensors(folders: dict[str, Path]) -> None:
+    model = load(folders["bert_classifier"], LOADERS["bert_classifier"])
+    bare = [name.removeprefix("bert.") for name in open_checkpoint(folders["bert_classifier"]).names()]
+    names = name_map(model, [name for name in bare if not name.startswith(("pooler.", "classifier."))])
+    assert names.renamed["bert.pooler.dense.weight"] == "pooler.dense.weight"
+    assert names.renamed["classifier.weight"] == "classifier.weight"

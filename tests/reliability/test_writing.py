@@ -47,7 +47,7 @@ WRITERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_held_lock_is_code_seven(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The second writer is told before it opens a model, so it loses neither a vote nor a training."""
-    monkeypatch.setattr("gradfix.commands.setting.Start.open", lambda *_, **__: pytest.fail("worked"))
+    monkeypatch.setattr("gradfix.commands.setting.Prepared.open", lambda *_, **__: pytest.fail("worked"))
     command = name.split(maxsplit=1)[0]
     options = {**WRITERS[name], **({"model": world.base} if command == "finetune" else {})}
     before = hashes(world.home)

@@ -40,6 +40,7 @@ def layer_names(base: Checkpoint, folder: Path, layers: list[str], full: list[st
     known = set(base.names())
     rename = _plain(layers or full, known) or _by_class(base, layers, known)
     if rename is None:
+        _refuse_lost_pooler(base, folder, layers, known)
         raise IncompatibleCheckpoints(_complaint(base, folder, layers, known))
     places = {layer: rename(layer) or "" for layer in layers}
     return places | {name: _full_name(rename, name) for name in full}
@@ -100,6 +101,17 @@ def _by_class(base: Checkpoint, layers: list[str], known: set[str]) -> Rename | 
         return None if found is None else on_disk[found]
 
     return rename
+
+
+def _refuse_lost_pooler(base: Checkpoint, folder: Path, layers: list[str], known: set[str]) -> None:
+    """Where all but the pooler is found, the pooler was drawn at random for the training, and nobody kept it."""
+    others = [layer for layer in layers if "pooler" not in layer.split(".")]
+    if 0 < len(others) < len(layers) and (_plain(others, known) or _by_class(base, others, known)):
+        lost = next(layer for layer in layers if layer not in others)
+        raise IncompatibleCheckpoints(
+            f"{folder} adapts the pooler ({lost!r}), which neither it nor {base} holds: it was drawn at random when the "
+            "adapter was trained and is lost. Train again with the pooler in modules_to_save, or save the merged model."
+        )
 
 
 def _complaint(base: Checkpoint, folder: Path, layers: list[str], known: set[str]) -> str:
@@ -179,6 +191,27 @@ def conv1d_layers(base: Checkpoint, adapter: Mapping[str, Any]) -> Callable[[str
         return None if found is None else name in found
 
     return ask
+
+
+def peft_task(model: nn.Module) -> dict[str, Any]:
+    """Which class of peft loads the folder: by its name for the task, or by the model's own class."""
+    kind, module = type(model).__name__, type(model).__module__
+    if not module.startswith("transformers."):
+        return {"task_type": None}
+    from transformers.models.auto import modeling_auto as auto
+
+    classes = {
+        "SEQ_CLS": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "SEQ_2_SEQ_LM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "CAUSAL_LM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    for task, known in classes.items():
+        if kind in known.values():
+            return {"task_type": task}
+    reads = getattr(model, "main_input_name", None) == "input_ids" and not hasattr(model, "get_image_features")
+    if reads and kind in auto.MODEL_MAPPING_NAMES.values():
+        return {"task_type": "FEATURE_EXTRACTION"}
+    return {"task_type": None, "auto_mapping": {"base_model_class": kind, "parent_library": module}}
 
 
 def check_base(

@@ -90,15 +90,15 @@ def _weight_name(path: Path, shards: int) -> str:
     return path.name if shards > 1 or path.name in known else "model.safetensors"
 
 
-def copy_side_files(target: Checkpoint, staging: Path) -> None:
-    """Config, tokenizer and processor files of the target; never its weights, code or hidden files.
+def copy_side_files(target: Checkpoint, staging: Path, but: Sequence[str] = ()) -> None:
+    """Config, tokenizer and processor files of the target, `but` these; never its weights, code or hidden files.
 
     The modules that sentence-transformers puts behind an encoder go along too, with their small weights."""
     if target.path is None or not target.path.is_dir():
         return
-    weights = {path.name for path in target.files}
+    others = {*but, *(path.name for path in target.files)}
     for path in sorted(target.path.iterdir()):
-        if path.name not in weights and is_side_file(path):
+        if path.name not in others and is_side_file(path):
             shutil.copyfile(path, staging / path.name)
     for module in _modules_behind(target.path):
         for path in sorted(module.rglob("*")):
@@ -149,7 +149,9 @@ def save_like(
     added = {name: value for name, value in named.items() if name not in source}
 
     def info(name: str) -> TensorInfo:
-        about = source.info(name) if name in source else TensorInfo(tuple(added[name].shape), dtype)
+        if name in named:  # a head that was replaced may have another shape than the source's
+            return TensorInfo(tuple(named[name].shape), dtype)
+        about = source.info(name)
         return TensorInfo(about.shape, dtype) if about.dtype.is_floating_point else about
 
     layout = layout_of(source, list(added), info)

@@ -8,7 +8,7 @@ weightless stand-ins, so it costs no memory, and works for models on the meta de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -250,26 +250,38 @@ def _run(places: Tensor) -> Index:
 def _settle_prefix(model: nn.Module, disk: list[str], known: set[str]) -> Callable[[str], str]:
     """A head-less model may sit in a file saved with a head, under a prefix (and the reverse).
 
-    The change that finds most names wins; when two find equally many, the model class decides."""
+    The change that finds most names wins; when two find equally many, the model class decides. A prefix that is only
+    guessed must be that of most names: a head of another task may end in the name of a head of this model. Names that
+    the file lacks (a new pooler) are changed as the others are where the prefix is the class's own."""
     if not known or not disk:
         return lambda name: name
-    own = [p + "." for p in (getattr(model, "base_model_prefix", "") or "", "model", "module") if p]
+    own = getattr(model, "base_model_prefix", "") or ""
     seen = {name[: -len(d)] for d in disk[:1] + disk[-1:] for name in known if name.endswith("." + d)}
     leading = {".".join(name.split(".")[:1]) + "." for name in disk if "." in name}
-
-    def added(prefix: str) -> Callable[[str], str]:
-        return lambda name: name if name in known or prefix + name not in known else prefix + name
-
-    def removed(prefix: str) -> Callable[[str], str]:
-        return lambda name: name if name in known else _without(name, prefix, known)
-
-    changes: list[Callable[[str], str]] = [lambda name: name]
-    changes += [change for p in own for change in (added(p), removed(p))]
-    changes += [added(p) for p in sorted(seen)] + [removed(p) for p in sorted(leading)]
+    changes: list[_Change] = [_Change()]
+    for prefix in [p for p in (own, "model", "module") if p]:
+        certain = prefix == own
+        changes += [
+            _Change(add=f"{prefix}.", known=known, whole=certain and not hasattr(model, prefix)),
+            _Change(remove=f"{prefix}.", known=known, whole=certain),
+        ]
+    guesses = [_Change(add=p, known=known) for p in sorted(seen)] + [
+        _Change(remove=p, known=known) for p in sorted(leading)
+    ]
+    changes += [change for change in guesses if sum(change(name) != name for name in disk) * 2 > len(disk)]
     found = [sum(change(name) in known for name in disk) for change in changes]
     return changes[found.index(max(found))]
 
 
-def _without(name: str, prefix: str, known: set[str]) -> str:
-    bare = name.removeprefix(prefix)
-    return bare if bare in known else name
+@dataclass(frozen=True)
+class _Change:
+    """One prefix added or removed, where the file knows the name only so; `whole`: also where it knows neither."""
+
+    add: str = ""
+    remove: str = ""
+    known: Collection[str] = ()
+    whole: bool = False
+
+    def __call__(self, name: str) -> str:
+        changed = self.add + name.removeprefix(self.remove)
+        return changed if name not in self.known and (self.whole or changed in self.known) else name

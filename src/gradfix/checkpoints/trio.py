@@ -6,7 +6,7 @@ of each tensor), and packed integers, which must not differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from gradfix.checkpoints.kinds import (
     STATISTICS,
+    heads_among,
     is_buffer,
     quantised,
     refuse_quantised,
@@ -22,19 +23,10 @@ from gradfix.checkpoints.kinds import (
     same_bytes,
     stored_copies,
 )
-from gradfix.checkpoints.matched import another_shape, match_prefix, match_vocabulary
+from gradfix.checkpoints.matched import TOKEN_TABLE, another_shape, match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
-
-# Modules that model classes put on top of an encoder; a fine-tune may drop those of its base.
-HEADS = frozenset(
-    {
-        *("cls", "lm_head", "classifier", "pre_classifier", "score", "head", "heads", "qa_outputs", "pooler"),
-        *("predictions", "generator_predictions", "discriminator_predictions"),
-    }
-)
-
 
 ACROSS = "`--method best` (or bico, theseus) works across shapes."
 
@@ -48,6 +40,7 @@ class Fate(Enum):
     HEAD_SKIPPED = ("skipped", "head of the fine-tune, skipped")
     DROPPED_HEAD = ("copied", "a head the fine-tune dropped")
     ONLY_IN_TARGET = ("copied", "only in the target")
+    NOT_ASKED = ("copied", "no part of the task")
     STATISTICS = ("copied", "running statistics of the target")
     INTEGERS = ("copied", "not a floating tensor")
     BUFFER = ("copied", "a buffer")
@@ -101,6 +94,12 @@ class Fates(dict[str, TensorFate]):
         heads = (Fate.HEAD_COPIED, Fate.HEAD_SKIPPED)
         return sorted(name for name, fate in self.items() if fate.fate in heads)
 
+    def leaving(self, names: Collection[str]) -> Fates:
+        """The same, but these tensors of the target, and stored copies of them, are no part of the task."""
+        plain = (Fate.TRANSPORTED, Fate.TIED, Fate.ONLY_IN_TARGET)
+        left = {n for n, fate in self.items() if fate.fate in plain and (n in names or fate.of in names)}
+        return Fates({n: TensorFate(Fate.NOT_ASKED) if n in left else fate for n, fate in self.items()})
+
     @property
     def copied(self) -> list[str]:
         """What the output has as it is: from the target or, where it is a head, from the fine-tune."""
@@ -117,7 +116,13 @@ class Trio:
     as their files are, and every tensor of the target stays unless a method that works across shapes changes it."""
 
     def __init__(
-        self, sources: Mapping[str, Checkpoint], given: Mapping[str, Any], head: str, strict: bool, across: bool = False
+        self,
+        sources: Mapping[str, Checkpoint],
+        given: Mapping[str, Any],
+        head: str,
+        strict: bool,
+        leave: Collection[str] = (),
+        across: bool = False,
     ) -> None:
         self.sources, self.given, self.head = dict(sources), dict(given), head
         self.target = self.sources["target"]
@@ -127,7 +132,7 @@ class Trio:
             return
         base, tuned = (match_prefix(self.sources[role], self.target) for role in ("base", "tuned"))
         self.base, self.tuned, self.vocabulary = match_vocabulary(base, tuned, self.target)
-        self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict)
+        self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict).leaving(leave)
         self._count()
         if self.apart is not None:
             raise IncompatibleCheckpoints(f"{self.target} has another shape than {base}: {self.apart}. {ACROSS}")
@@ -154,17 +159,20 @@ class Trio:
         *,
         head: str = "error",
         strict: bool = False,
+        leave: Collection[str] = (),
         across: bool = False,
     ) -> Trio:
         """Open and match all three, or say why they do not go together.
 
-        A tensor that only the fine-tune has (a new head) follows the `head` policy; one that only the target has,
+        A tensor that only the fine-tune has (a new head), and a head that not all three have in one shape, follow the
+        `head` policy; one that only the target has,
         or that belongs to a head the fine-tune dropped, is copied; one that base and fine-tune share but the target
         lacks is an error. Buffers are the target's. A stored copy of a transported tensor is moved with it, and one
-        that a file leaves out is not missed. With `across` a target of another shape is no error: see `apart`."""
+        that a file leaves out is not missed. What `leave` names is no part of the task and stays the target's. With
+        `across` a target of another shape is no error: see `apart`."""
         before, goal = open_checkpoint(base), open_checkpoint(target)
         sources = {"base": before, "tuned": open_checkpoint(tuned, base=before), "target": goal}
-        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict, across)
+        return cls(sources, {"base": base, "tuned": tuned, "target": target}, head, strict, leave, across)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -210,13 +218,25 @@ class _Account:
         self.before, self.after, self.goal = set(base.names()), set(tuned.names()), set(target.names())
         self.buffers = _buffers(base, tuned, target)
         self.both = [name for name in base.names() if name in self.after]
-        self.dropped = {name for name in self.before - self.after if HEADS & set(name.split("."))}
+        self.dropped = heads_among(base, self.before - self.after - self.buffers)
+        self.replaced = self._replaced()
+
+    def _replaced(self) -> set[str]:
+        """Heads of base and fine-tune that not all three have in one shape, such as one of other classes."""
+        odd = [
+            name
+            for name in self.both
+            if name not in self.buffers
+            and not TOKEN_TABLE.search(name)
+            and (name not in self.goal or len({c.info(name).shape for c in (self.base, self.tuned, self.target)}) > 1)
+        ]
+        return heads_among(self.tuned, odd) | heads_among(self.base, odd) if odd else set()
 
     def fates(self, head: str, strict: bool) -> Fates:
         self._refuse_lost()
         spare = self._spare()
         moved = self._moved()
-        new = sorted(self.after - self.before - self.buffers - set(spare))
+        new = sorted((self.after - self.before | self.replaced) - self.buffers - set(spare))
         heads = dict.fromkeys(new, self._head_fate(new, head)) if new else {}
         tied = self._tied(moved, set(heads))
         transported = {name: TensorFate(Fate.TRANSPORTED) for name in moved}
@@ -245,7 +265,7 @@ class _Account:
     def _spare(self) -> dict[str, TensorFate]:
         """Tensors of the fine-tune that base or target can do without; raises for a weight without a home."""
         at_home = [name for name in self.both if name in self.goal]
-        homeless = [name for name in self.both if name not in self.goal and name not in self.buffers]
+        homeless = [n for n in self.both if n not in self.goal and n not in self.buffers | self.replaced]
         copies = repeated(self.base, homeless, at_home)
         copies = {name: first for name, first in copies.items() if same_bytes(self.tuned, name, first)}
         homeless = sorted(set(homeless) - set(copies))
@@ -260,7 +280,7 @@ class _Account:
 
     def _moved(self) -> list[str]:
         """The weights all three have under the same name, checked."""
-        shared = {*self.both} & self.goal - self.buffers
+        shared = {*self.both} & self.goal - self.buffers - self.replaced
         names = [name for name in self.target.names() if name in shared]
         _check_shapes(self.base, self.tuned, names)
         _check_shapes(self.base, self.target, names)
@@ -270,10 +290,23 @@ class _Account:
     def _head_fate(self, names: list[str], head: str) -> TensorFate:
         if head == "error":
             raise IncompatibleCheckpoints(
-                f"{self.tuned} has {len(names)} tensors that {self.base} lacks, first {names[0]!r}: a head trained "
-                "with the fine-tune. Choose --head copy (take the tuned head as it is) or --head skip (leave it out)."
+                f"{self._about_head(names)}. Choose --head copy (take the tuned head as it is) or --head skip (leave it "
+                "out)."
             )
         return TensorFate(Fate.HEAD_COPIED if head == "copy" else Fate.HEAD_SKIPPED)
+
+    def _about_head(self, names: list[str]) -> str:
+        added = [name for name in names if name not in self.replaced]
+        if added:
+            return (
+                f"{self.tuned} has {len(added)} tensors that {self.base} lacks, first {added[0]!r}: a head trained with "
+                "the fine-tune"
+            )
+        name = names[0]
+        if name not in self.goal:
+            return f"{self.target} has no {name!r}, a head of {self.tuned} and its base"
+        shapes = [f"{list(c.info(name).shape)} in {c}" for c in (self.tuned, self.base, self.target)]
+        return f"the head {name!r} is {shapes[0]}, {shapes[1]} and {shapes[2]}"
 
     def _tied(self, moved: list[str], heads: set[str]) -> dict[str, str]:
         """Stored copies in the target of what is moved, each with its original.

@@ -59,8 +59,9 @@ def _transport(config: configs.TransportConfig, out: Printer) -> None:
         rows.append(("kept", f"{result.report.kept:.1%}"))
     if result.fewshot_loss_before is not None and result.fewshot_loss_after is not None:
         rows.append(("few-shot loss", f"{result.fewshot_loss_before:.4f} -> {result.fewshot_loss_after:.4f}"))
-    if result.test_before and result.test_after:
-        rows.append(("test accuracy", f"{result.test_before['accuracy']:.2f} -> {result.test_after['accuracy']:.2f}"))
+    before, after = result.test_before, result.test_after
+    if before and after:
+        rows.append((f"test {result.measure}", f"{before['accuracy']:.2f} -> {after['accuracy']:.2f}"))
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
     out.notes(result.notes)
     out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
@@ -106,8 +107,9 @@ def _evaluate(config: configs.EvaluateConfig, out: Printer) -> None:
     with out.stages() as stage:
         result = run_evaluate(config, stage)
     out.json(result)
-    out.say(f"{config.model}: accuracy {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
+    out.say(f"{config.model}: {result['measure']} {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
             f"{result['samples']} examples of {result['split']}")  # fmt: skip
+    out.notes(result["notes"])
 
 
 def _finetune(config: configs.FinetuneConfig, out: Printer) -> None:
@@ -179,9 +181,12 @@ def _compare(config: configs.CompareConfig, out: Printer) -> None:
 
 
 def _show(results: Any, out: Printer, report: str | None, ship: Callable[[Any], str | None] = lambda _: None) -> None:
+    from gradfix.methods.results import measure_of
+
     out.text(results.to_json())
     header, *cells = results.table()
-    out.table("accuracy on test, mean and spread over seeds", header, cells)
+    measures = " / ".join(dict.fromkeys(map(measure_of, results.rows)))
+    out.table(f"{measures} on test, mean and spread over seeds", header, cells)
     for verdict in results.verdicts:
         name = f"{verdict['pair']}: " if verdict.get("pair") else ""
         out.say(f"\n{name}{verdict['text']}")

@@ -16,7 +16,7 @@ from gradfix.data import Dataset, Row, few_shot
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.methods.comparison import compare
 from gradfix.methods.methods import METHODS
-from gradfix.methods.opening import read_splits
+from gradfix.methods.opening import read_splits, refuse_itself
 from gradfix.methods.results import Results
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
@@ -85,7 +85,8 @@ def plan_compare(config: CompareConfig) -> str:
     methods = config.methods or tuple(METHODS)
     for name in methods:
         METHODS[name]
-    Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
+    trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
+    refuse_itself(trio)
     few_shot(splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
     if config.track:
         parse(config.track)

@@ -22,10 +22,13 @@ def run_evaluate(config: EvaluateConfig, stage: Callable[[str], None] = lambda _
     stage("loading the model")
     bound = start.open(config.model, head_from=config.head_from)
     stage(f"scoring {len(rows)} examples")
+    scores = evaluate(bound.model, bound, bound.scoring_batches(rows, config.batch_size))
     return {
         "model": config.model,
         "split": split,
-        **evaluate(bound.model, bound, bound.scoring_batches(rows, config.batch_size)),
+        "measure": bound.measure,
+        **scores,
+        "notes": [*bound.notes, *bound.cuts()],
     }
 
 

@@ -7,19 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.folder import save_like
-from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.configs import FinetuneConfig, given
 from gradfix.commands.guard import sole_writer
-from gradfix.commands.setting import Start, setting
+from gradfix.commands.setting import Prepared, setting
 from gradfix.data import Row, check_disjoint, few_shot
-from gradfix.errors import DataError
+from gradfix.errors import DataError, UsageError
+from gradfix.tasks.loading import ADAPTER_CONFIG
 from gradfix.tasks.scoring import evaluate
 
 
 def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     from gradfix.training.finetuning import finetune
 
+    if (resolve(config.model) / ADAPTER_CONFIG).is_file():
+        raise UsageError(
+            f"{config.model} is an adapter, which is no model to train: give the model it was trained on (base), or "
+            "merge it in peft and give the result."
+        )
     source, out = open_checkpoint(config.model), Path(config.out)
     refuse_inside(out, [source.path] if source.path else [])
     refuse_occupied(out, config.overwrite)
@@ -44,15 +50,17 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             extras=bound.save_extras,
         )  # fmt: skip
         discard(state)
-    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": notes}
+    result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": [*notes, *bound.notes]}
     test = start.dataset.splits.get("test")
     if test:
         result["test"] = evaluate(bound.model, bound, bound.scoring_batches(test, config.batch_size))
-        result["summary"] += f": test accuracy {result['test']['accuracy']:.2f} %"
+        result["measure"] = bound.measure
+        result["summary"] += f": test {bound.measure} {result['test']['accuracy']:.2f} %"
+    result["notes"] += bound.cuts()
     return result
 
 
-def _training_rows(start: Start, config: FinetuneConfig) -> tuple[list[Row], list[str]]:
+def _training_rows(start: Prepared, config: FinetuneConfig) -> tuple[list[Row], list[str]]:
     """The examples to train on, none of which the test split knows, and notes on the data."""
     rows, test = start.dataset.pick("train"), start.dataset.splits.get("test")
     if rows is test:

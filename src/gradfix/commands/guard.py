@@ -103,6 +103,19 @@ def refuse_broken(loss: float | None, alpha: float, force: bool) -> list[str]:
     return [f"{text}."]
 
 
+def refuse_risen(before: float, after: float, held_out: bool, force: bool) -> list[str]:
+    """A few-shot loss that rises is said aloud; where nothing was chosen on held-out examples it is refused."""
+    if not after > before:
+        return []
+    text = f"the few-shot loss rises from {before:.4g} to {after:.4g}"
+    if held_out or force:
+        return [f"{text}: measure the result on examples of your own before you use it"]
+    raise UnsafeResult(
+        f"{text}, and no held-out examples speak for the result. Give more --shots or --validation data, or --force to "
+        "write it all the same."
+    )
+
+
 def _existing(config: Any, names: Iterable[str]) -> list[Path]:
     found = []
     for name in names:

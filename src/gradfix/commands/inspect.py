@@ -180,6 +180,8 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
         found.notes.append("base and tuned are equal: the task vector is zero")
     elif tuned["relative"] > 0.5:
         found.notes.append(f"tuned differs from base by {tuned['relative']:.0%} of its norm: not a fine-tune of it?")
+    if found.pairs.get("tuned - target", {}).get("distance") == 0:
+        found.notes.append("the target is the fine-tune itself: a transport would add its update twice")
     if "base - target" in found.pairs:
         cosine = found.pairs["base - target"]["cosine"]
         kind = "related releases: the task vector itself carries over" if cosine > 0.5 else (

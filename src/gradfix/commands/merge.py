@@ -23,9 +23,11 @@ from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
 from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.methods.opening import unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound
+from gradfix.tasks.classification import Classification
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.scale import ScaleCurve, dialled, search_scale
 from gradfix.vectors.signvotes import SignVotes
@@ -55,7 +57,8 @@ class MergeResult:
         text = f"{'would write' if self.report is None else 'wrote'} {self.out}: {self.method}, {self.order}"
         text += f", alpha {self.alpha:g}"
         scored = [task for task in self.tasks.values() if task.get("test_after")]
-        for when, label in (("test_before", ", mean test accuracy"), ("test_after", " ->")):
+        measures = " / ".join(dict.fromkeys(task.get("measure", "accuracy") for task in scored))
+        for when, label in (("test_before", f", mean test {measures}"), ("test_after", " ->")):
             if scored:
                 text += f"{label} {sum(task[when]['accuracy'] for task in scored) / len(scored):.2f}"
         return text
@@ -134,6 +137,7 @@ class _Run:
         )
         alpha, curve = self._timed("scale", lambda: self._choose(update))
         scores = self._timed("scoring", lambda: self._scores(update, alpha)) if self.tasks else {}
+        self.notes += [note for task in self.tasks.values() for note in task.bound.cuts()]
         out = Path(str(self.recipe.out))
         report = None
         if not self.dry_run:
@@ -158,7 +162,9 @@ class _Run:
                 continue
             start = setting(self._shot_options(vector))
             shots = draw(start, self._shot_options(vector), vector.validation, vector.base)
-            bound = start.open(self.recipe.target)
+            lent = self.recipe.head == "copy" and isinstance(start.task, Classification)
+            lender = {"head_from": vector.tuned, "base": vector.base} if lent else {}
+            bound = start.open(self.recipe.target, **lender)
             name = vector.data if len({v.task for v in self.recipe.vectors}) == 1 else f"{vector.data} ({vector.task})"
             self.notes += [*shots.notes, *bound.notes]
             tasks[_task_key(vector)] = _TaskOnTarget(name, bound, shots)
@@ -198,8 +204,14 @@ class _Run:
         return {
             "target": recipe.target, "vectors": vectors, "method": recipe.method, "order": self.order,
             "mask": recipe.mask, "density": recipe.densities(), "margin": recipe.margin, "seed": recipe.seed,
-            "head": recipe.head, **recipe.options,
+            "head": recipe.head, "leave": self._unmoved(), **recipe.options,
         }  # fmt: skip
+
+    def _unmoved(self) -> frozenset[str]:
+        """What is no part of any of the tasks stays as the target has it."""
+        target = open_checkpoint(self.recipe.target)
+        still = [unmoved_on_disk(task.bound, target) for task in self.tasks.values()]
+        return frozenset.intersection(*still) if still else frozenset()
 
     def _votes_of(self, vector: VectorRecipe) -> SignVotes | str | None:
         if self.order == "plain" or vector.votes is not None or vector.data is None:
@@ -238,9 +250,12 @@ class _Run:
             dial.turn(alpha)
             after = [_test(model, task) for task in tasks]
         return {
-            name: {"labelled_examples": len(task.shots.fewshot), "test_before": old, "test_after": new}
+            name: {
+                "labelled_examples": len(task.shots.fewshot), "measure": task.bound.measure,
+                "test_before": old, "test_after": new,
+            }
             for name, task, old, new in zip(_told_apart(self.tasks), tasks, before, after, strict=True)
-        }
+        }  # fmt: skip
 
     def _write(
         self, settings: dict[str, Any], out: Path, alpha: float, scores: dict[str, dict[str, Any]]

@@ -33,9 +33,10 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
     if result.test_before is None or result.test_after is None:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     shared: dict[str, Any] = {
-        "pair": None, "task": Path(config.data).name, "shots": config.shots, "seed": config.seed, "recovered": None,
-        "regime": result.regime, "validation_accuracy": None, "loss_before": result.fewshot_loss_before, "slope": None,
-        "flops": None, "samples": samples, "test_samples": int(result.test_before["samples"]), "margin": None, "kept": None,
+        "pair": None, "measure": result.measure, "task": Path(config.data).name, "shots": config.shots,
+        "seed": config.seed, "recovered": None, "regime": result.regime, "validation_accuracy": None,
+        "loss_before": result.fewshot_loss_before, "slope": None, "flops": None, "samples": samples,
+        "test_samples": int(result.test_before["samples"]), "margin": None, "kept": None,
     }  # fmt: skip
     before = shared | {
         "method": FLOOR, "accuracy": result.test_before["accuracy"], "alpha": 0.0, "seconds": 0.0,
@@ -110,11 +111,11 @@ def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], sa
     advice = _deed(wanted, result, samples)
     before, now = result.test_before["accuracy"], result.test_after["accuracy"]
     text = (
-        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test accuracy on {after['test_samples']} "
+        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test {result.measure} on {after['test_samples']} "
         f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried: that is what gradfix compare is for."
     )
     return {
-        "compared": False, "method": after["method"], "accuracy": now, "over_zero_shot": now - before,
+        "compared": False, "method": after["method"], "measure": result.measure, "accuracy": now, "over_zero_shot": now - before,
         "recovered": None, "cost_seconds": after["seconds"], "best_on_test": None, "regime": result.regime,
         "shots": config.shots, "pair": None, "seeds": 1, "advice": advice, "text": text,
     }  # fmt: skip

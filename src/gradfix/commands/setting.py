@@ -20,7 +20,7 @@ NO_VALIDATION = "none"
 
 
 @dataclass(frozen=True)
-class Start:
+class Prepared:
     """Checked data and the task over it; no model is loaded yet."""
 
     options: DataOptions
@@ -28,9 +28,13 @@ class Start:
     task: Task
     notes: tuple[str, ...] = ()
 
-    def open(self, source: str, *, head_from: str | None = None) -> Bound:
+    def open(self, source: str, *, head_from: str | None = None, base: str | None = None) -> Bound:
         return self.task.open(
-            source, dtype=torch_dtype(self.options.dtype), device=device_of(self.options.device), head_from=head_from
+            source,
+            dtype=torch_dtype(self.options.dtype),
+            device=device_of(self.options.device),
+            head_from=head_from,
+            base=base,
         )
 
 
@@ -78,11 +82,11 @@ def read_unlabelled(source: str, options: DataOptions) -> list[Row]:
     )
 
 
-def setting(options: DataOptions) -> Start:
+def setting(options: DataOptions) -> Prepared:
     """Read and check the data, then make the task; no model is touched before the data is known to be good."""
     dataset = read_data(options.data, options)
     heal_torchvision()
-    return Start(options, dataset, make_task(options, dataset), dataset.notes)
+    return Prepared(options, dataset, make_task(options, dataset), dataset.notes)
 
 
 def make_task(options: DataOptions, dataset: Dataset) -> Task:
@@ -108,7 +112,7 @@ def make_task(options: DataOptions, dataset: Dataset) -> Task:
     return kind(dataset.labels, **given)  # type: ignore[call-arg]
 
 
-def draw(start: Start, options: ShotOptions, validation: str | None = None, base: str | None = None) -> Shots:
+def draw(start: Prepared, options: ShotOptions, validation: str | None = None, base: str | None = None) -> Shots:
     """The few-shot set of a seed, with validation and test kept apart by content."""
     pool = start.dataset.pick("train")
     if pool is start.dataset.splits.get("test"):
@@ -127,7 +131,7 @@ def draw(start: Start, options: ShotOptions, validation: str | None = None, base
     return Shots(fewshot, indices, held, test, (*start.notes, *check_disjoint(parts)))
 
 
-def validation_rows(start: Start, validation: str | None) -> list[Row] | None:
+def validation_rows(start: Prepared, validation: str | None) -> list[Row] | None:
     """Validation data by the user's word: a source, 'none', or the data's own split."""
     if validation == NO_VALIDATION:
         return None
@@ -140,7 +144,7 @@ def validation_rows(start: Start, validation: str | None) -> list[Row] | None:
     return rows
 
 
-def _pick(start: Start, options: ShotOptions, pool: list[Row], base: str | None) -> list[int]:
+def _pick(start: Prepared, options: ShotOptions, pool: list[Row], base: str | None) -> list[int]:
     if options.select == "random":
         return few_shot(pool, options.shots, options.seed, options.allow_fewer, labels=list(start.dataset.labels))
     if base is None:

@@ -20,27 +20,27 @@ from torch import Tensor
 from gradfix.checkpoints.folder import device_name
 from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import ACROSS, Trio
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import Asked, asked
 from gradfix.commands.configs import TransportConfig, given
-from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, sole_writer
+from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import write_page
-from gradfix.commands.setting import Shots, Start, device_of, draw, read_unlabelled, setting
+from gradfix.commands.setting import Prepared, Shots, device_of, draw, read_unlabelled, setting
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
-from gradfix.methods.opening import lenders_of, open_target, open_tuned, vector_of
+from gradfix.methods.opening import fill, lenders_of, open_target, open_tuned, refuse_itself, unmoved_on_disk, vector_of
 from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Store, Trial
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
 from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound
-from gradfix.tasks.scoring import mean_loss
+from gradfix.tasks.scoring import evaluate, mean_loss
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
@@ -65,6 +65,7 @@ class TransportResult:
     fewshot_loss_after: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    measure: str = "accuracy"  # what the share of right answers is called
 
     def as_json(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name != "report"}
@@ -95,6 +96,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     assert wanted is not None
     refuse_apart(wanted, trio)
     config = wanted.config
+    twice = refuse_itself(trio, config.force)
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
     refuse_occupied(out, config.overwrite)
@@ -105,6 +107,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         shots = follow(verdict, shots, start)
     if config.report and not shots.test:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
+    shots = replace(shots, notes=(*twice, *shots.notes))
     with sole_writer(config):
         if config.check and not config.force and shots.fewshot:
             stage("checking that the fine-tune beats its base")
@@ -130,7 +133,7 @@ def require_target(votes: SignVotes, target: Checkpoint) -> None:
         )
 
 
-def _refuse_swapped(config: TransportConfig, start: Start, shots: Shots, trio: Trio) -> None:
+def _refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
     """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
     if config.head != "error":
         return  # the base has no head of its own to be scored with
@@ -169,7 +172,7 @@ class _Partials(Store):
 class _Transport:
     """The steps of one transport, with what they share."""
 
-    def __init__(self, wanted: Asked, trio: Trio, start: Start, shots: Shots, stage: Stage) -> None:
+    def __init__(self, wanted: Asked, trio: Trio, start: Prepared, shots: Shots, stage: Stage) -> None:
         self.wanted, self.config, self.trio = wanted, wanted.config, trio
         self.start, self.shots, self.stage = start, shots, stage
         config = self.config
@@ -240,32 +243,43 @@ class _Transport:
         update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = None
         if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
-            adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target)
+            adapter = adapter_for(
+                update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=self._heads()
+            )
             update = adapter.approximated
+        chosen_by = outcome.chosen_by or trial.regime
         loss_before, before = self._loss(), self._test_score(trial)
+        held_out = chosen_by != "recipe"
+        right = 0.0 if held_out else self._right()
         with dialled(self.bound.model, update) as dial:
             dial.turn(alpha)
             loss_after, after = self._loss(), self._test_score(trial)
+            vouched = held_out or self._right() > right
         self.notes += refuse_broken(loss_after, alpha, config.force)
-        chosen_by = outcome.chosen_by or trial.regime
-        measured = {
+        if loss_before is not None and loss_after is not None:
+            self.notes += refuse_risen(loss_before, loss_after, vouched, config.force)
+        self.notes += self.bound.cuts()
+        measured: dict[str, Any] = {
             "labels_per_class": config.shots,
             "labelled_examples": len(self.shots.fewshot),
             "chosen_by": chosen_by,
             "fewshot_loss_before": loss_before,
             "fewshot_loss_after": loss_after,
+            "measure": self.bound.measure,
             "test_before": before,
             "test_after": after,
         }
         report = None
         if not config.dry_run:
-            report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter))
+            look = self._read_back(trial, measured, adapter is not None)
+            report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
             self.partials.forget()
             self.notes.extend(report.notes)
         curve = None if outcome.curve is None else outcome.curve.values()
         result = TransportResult(
             Path(config.out), alpha, outcome.margin, chosen_by, report, curve,
-            before, after, loss_before, loss_after, self.seconds, tuple(dict.fromkeys(self.notes)),
+            before, measured["test_after"], loss_before, measured["fewshot_loss_after"], self.seconds,
+            tuple(dict.fromkeys(self.notes)), self.bound.measure,
         )  # fmt: skip
         if config.report and not config.dry_run:
             write_page(self.wanted, result, samples=len(self.shots.fewshot))
@@ -275,11 +289,50 @@ class _Transport:
         """On the few-shot examples; None without any."""
         return mean_loss(self.bound.model, self.bound.loss, self.fewshot) if self.fewshot else None
 
+    def _right(self) -> float:
+        return evaluate(self.bound.model, self.bound, self.fewshot)["accuracy"] if self.fewshot else 0.0
+
     def _test_score(self, trial: Trial) -> dict[str, float] | None:
         return trial.score("test").as_json() if self.shots.test else None
 
+    def _heads(self) -> set[str]:
+        """Parameters that an adapter holds in full: the model's head, and what the fine-tune lends."""
+        parameters = dict(self.bound.model.named_parameters())
+        lent = self.names.to_module(self._lent_head())
+        return {name for name in (*self.bound.head_names(), *lent) if name in parameters}
+
+    def _read_back(self, trial: Trial, measured: dict[str, Any], adapter: bool) -> Callable[[Path], None]:
+        """What an output does besides: it adds the task's files, and where writing rounds, it is measured as written."""
+        target, config = self.trio.target, self.config
+        own = torch_dtype(config.dtype)
+        asked = [torch_dtype(config.out_dtype)] if config.out_dtype else []
+        written = asked or {target.info(name).dtype for name in target.names()}
+        rounds = adapter or any(d.is_floating_point and d != own and d.itemsize <= own.itemsize for d in written)
+
+        def look(folder: Path) -> None:
+            self.bound.save_extras(folder)
+            if rounds:
+                stored = open_checkpoint(folder, base=target)
+                fill(self.bound.model, stored, stored, stored.names())
+                measured.update(fewshot_loss_after=self._loss(), test_after=self._test_score(trial))
+
+        return look
+
+    def _made(self, outcome: Outcome) -> dict[str, Any]:
+        """How an update that is not masked while it is written came about, for the manifest."""
+        masked = self.wanted.masked
+        made = {"mask": masked.mask if masked else "none", "margin": outcome.margin, "seed": self.config.seed}
+        if masked is not None and masked.align != "none":
+            made["align"] = masked.align
+        return {**made, "kept": outcome.parts.get("kept_share", 1.0)}
+
     def _write(
-        self, update: TaskVector, outcome: Outcome, measured: dict[str, Any], adapter: LoraResult | None
+        self,
+        update: TaskVector,
+        outcome: Outcome,
+        measured: dict[str, Any],
+        adapter: LoraResult | None,
+        look: Callable[[Path], None],
     ) -> StreamReport:
         config, trio, masked = self.config, self.trio, self.wanted.masked
         details: dict[str, Any] = {
@@ -295,18 +348,18 @@ class _Transport:
             traits = self.wanted.method.traits
             details["method"] = {"name": self.wanted.name, "transports": traits.transports, "way": traits.way}
         if adapter is not None:
-            return self._write_lora(adapter, outcome, details)
+            return self._write_lora(adapter, outcome, details, look)
         common: dict[str, Any] = {
             "target": trio.target, "out": config.out, "overwrite": config.overwrite, "dtype": config.out_dtype,
-            "force": config.force, "details": details, "extras": self.bound.save_extras, "alpha": outcome.alpha,
-            "progress": Meter(trio.target.nbytes, self.stage),
+            "force": config.force, "details": details, "extras": look, "alpha": outcome.alpha,
+            "progress": Meter(trio.target.nbytes, self.stage), "leave": unmoved_on_disk(self.bound, trio.target),
         }  # fmt: skip
         # Coins are drawn by the module's names, as in compare; a stream would draw them by those on disk.
         streams = masked is not None and masked.align == "none" and not masked.noise
         if masked is None or not streams or masked.sees in ("reference", "chance"):
             inputs = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
             moved = self.names.to_disk({n: t.cpu() for n, t in update.items()})
-            return write_update(moved, inputs=inputs, head=self._lent_head(), **common)
+            return write_update(moved, inputs=inputs, head=self._lent_head(), made=self._made(outcome), **common)
         ballot = on_disk(outcome.votes, self.bound, config.target) if outcome.votes is not None else None
         return transport_checkpoint(
             base=trio.base, tuned=trio.tuned, votes=ballot, mask=masked.mask, margin=outcome.margin,
@@ -325,19 +378,23 @@ class _Transport:
             "device": device_name(next(self.bound.model.parameters()).device),
         }  # fmt: skip
 
-    def _write_lora(self, adapter: LoraResult, outcome: Outcome, details: dict[str, Any]) -> StreamReport:
-        measured, config, trio, masked = details["measured"], self.config, self.trio, self.wanted.masked
+    def _write_lora(
+        self, adapter: LoraResult, outcome: Outcome, details: dict[str, Any], look: Callable[[Path], None]
+    ) -> StreamReport:
+        measured, config, trio = details["measured"], self.config, self.trio
         notes = check_lora(
             adapter, loss_before=measured["fewshot_loss_before"], loss_after=measured["fewshot_loss_after"],
             force=config.force,
         )  # fmt: skip
-        save_lora(
+        made, votes = self._made(outcome), outcome.votes
+        facts = {
+            "kept": made.pop("kept"),
+            "votes": {"count": votes.count if votes else 0, "target_hash": votes.target_hash if votes else None,
+                      "origin": votes.origin if votes else {}},
+        }  # fmt: skip
+        return save_lora(
             adapter.scaled(outcome.alpha), config.out, model=self.bound.model, target=trio.target,
-            base_name=config.target, overwrite=config.overwrite, notes=notes, details=details,
-            inputs={"base": trio.base, "tuned": trio.tuned, "target": trio.target}, extras=self.bound.save_extras,
-            config={"mask": masked.mask if masked else "none", "alpha": outcome.alpha, "margin": outcome.margin, "seed": config.seed},
+            base_name=config.target, overwrite=config.overwrite, notes=notes, details=details, facts=facts,
+            inputs={"base": trio.base, "tuned": trio.tuned, "target": trio.target}, extras=look,
+            config={**made, "alpha": outcome.alpha},
         )  # fmt: skip
-        held = len(adapter.factors) + len(adapter.whole)
-        return StreamReport(
-            Path(config.out), held, 0, len(adapter.dropped), adapter.retained, 1.0, 0.0, notes=tuple(notes)
-        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradfix.checkpoints.trio import Trio
 from gradfix.commands.configs import CompareConfig, TransportConfig, command_line, given
-from gradfix.commands.setting import Shots, Start
+from gradfix.commands.setting import Prepared, Shots
 from gradfix.data import Dataset
 from gradfix.errors import CorruptInput, DataError, IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.methods.method import FLOOR
@@ -62,7 +62,7 @@ def read_verdict(config: TransportConfig, trio: Trio) -> Verdict:
     return {**verdict, "compared": compared}
 
 
-def follow(verdict: Verdict, shots: Shots, start: Start) -> Shots:
+def follow(verdict: Verdict, shots: Shots, start: Prepared) -> Shots:
     """The few-shot set, with a note; refused where the verdict was reached on other data or by other means."""
     regime = "few_shot" if shots.validation is None else "validation"
     if verdict["regime"] != regime:
@@ -92,7 +92,7 @@ def refuse_other_bound(verdict: Verdict, bound: Bound) -> None:
         )
 
 
-def _refuse_other_data(verdict: Verdict, shots: Shots, start: Start) -> None:
+def _refuse_other_data(verdict: Verdict, shots: Shots, start: Prepared) -> None:
     """The examples must be those of the comparison, split by split and in order."""
     splits = {"train": start.dataset.pick("train"), "validation": shots.validation, "test": shots.test}
     ours = Dataset({name: rows for name, rows in splits.items() if rows}, {}, "").hashes()
@@ -105,7 +105,7 @@ def _refuse_other_data(verdict: Verdict, shots: Shots, start: Start) -> None:
             )
 
 
-def _refuse_other_task(verdict: Verdict, start: Start) -> None:
+def _refuse_other_task(verdict: Verdict, start: Prepared) -> None:
     """The task's class stands in the results by its bound's name; here its settings are compared."""
     theirs = _mapping(_mapping(verdict["compared"], "config"), "task_options")
     ours = {name: str(value) for name, value in vars(start.task).items()}

@@ -23,7 +23,7 @@ from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
 from gradfix.commands.guard import guard_outputs, halving_batches, in_notes
-from gradfix.commands.setting import Start, device_of, draw, setting
+from gradfix.commands.setting import Prepared, device_of, draw, setting
 from gradfix.data import Row
 from gradfix.data.rows import exact_hash
 from gradfix.errors import OutputError, UsageError
@@ -124,7 +124,7 @@ class Vote:
     def refuse(self) -> None:
         refuse_odd_file(self.out)
 
-    def open(self, start: Start) -> Bound:
+    def open(self, start: Prepared) -> Bound:
         return start.open(self.config.target)
 
     def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
@@ -155,7 +155,7 @@ class OffloadedVote(Vote):
         if self.config.vote != "majority":
             raise UsageError("--vote mean is not there for offloaded models.")
 
-    def open(self, start: Start) -> Bound:
+    def open(self, start: Prepared) -> Bound:
         from gradfix.votes.distributed.offload import load_offloaded
 
         device, limit = device_of(self.config.device), _size(self.config.max_memory)
@@ -215,7 +215,7 @@ class ShardedVote(ParallelVote):
         if self.config.select != "random":
             raise UsageError("--sharded takes random examples only: choose them first with `gradfix select`.")
 
-    def open(self, start: Start) -> Bound:
+    def open(self, start: Prepared) -> Bound:
         from gradfix.votes.distributed.build import build_sharded, mesh_of
 
         device, recompute = str(self.config.device), self.config.recompute
@@ -248,7 +248,7 @@ class ShardedVote(ParallelVote):
 
 
 def _open_built(
-    start: Start, config: VoteConfig, option: str, build: Callable[[Callable[[], nn.Module], Checkpoint], Any]
+    start: Prepared, config: VoteConfig, option: str, build: Callable[[Callable[[], nn.Module], Checkpoint], Any]
 ) -> tuple[Bound, Any]:
     """The target with a model of `build` in place of its own loader's, and what `build` gave."""
     from gradfix.tasks.loading import BUILDER

@@ -7,7 +7,7 @@ are counted in walks of their own, so memory stays flat whatever the size."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import transport
 
+HEADS = {Fate.DROPPED_HEAD, Fate.HEAD_COPIED, Fate.HEAD_SKIPPED}
 ORDERS = ("plain", "mask_then_merge", "merge_then_mask")
 
 
@@ -56,6 +57,7 @@ class _How:
     margin: float | None = None
     seed: int | None = None
     head: str = "error"
+    leave: Collection[str] = ()
     counting: Callable[[int], None] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -64,7 +66,7 @@ class _How:
         cls, method: str, order: str, mask: str, density: Density | None, options: Mapping[str, Any]
     ) -> _How:
         """Some options are the merge's, the rest the method's, who knows their names."""
-        own = {name: options[name] for name in ("margin", "seed", "head", "counting") if name in options}
+        own = {name: options[name] for name in ("margin", "seed", "head", "leave", "counting") if name in options}
         rest = {name: value for name, value in options.items() if name not in own}
         return cls(method, order, mask, density, **own, options=rest)
 
@@ -86,7 +88,7 @@ def merge_checkpoints(
 
     `order` says where the votes come in: "plain" (nowhere), "mask_then_merge" (each vector by its own) or
     "merge_then_mask" (the merged one by the tasks' consensus). Sources that share one task share its votes:
-    give every vector the same. Further options: `margin`, `seed` and `head` ("error", "copy" or "skip"); `dtype`,
+    give every vector the same. Further options: `margin`, `seed`, `head` ("error", "copy" or "skip") and `leave`; `dtype`,
     `overwrite`, `force`, `details`, `extras` and `progress` of the output, as in `transport_checkpoint`; `counting`
     hears the bytes read for the method's statistics before anything is written; all others are the method's own.
     Equals `gradfix.merging.memory` bit for bit. An interrupted merge goes on after its last whole tensor."""
@@ -162,7 +164,7 @@ class _MergeJob:
         base = _open_once(vector.base, opened)
         tuned = _open_once(vector.tuned, opened, base)
         base, tuned = (_prefixed_once(side, opened, self.target) for side in (base, tuned))
-        return Trio.open(base, tuned, self.target, head=self.how.head)
+        return Trio.open(base, tuned, self.target, head=self.how.head, leave=self.how.leave)
 
     @property
     def trios(self) -> list[Trio]:
@@ -175,13 +177,13 @@ class _MergeJob:
         return (*notes, *self.target.notes)
 
     def _check_names(self) -> None:
-        """What one vector moves the others move as well, or had as a head of their base and dropped."""
+        """What one vector moves the others move as well, or have as a head of their own or dropped with their base's."""
         first = self.trios[0]
         for number, trio in enumerate(self.trios, 1):
             odd = [
                 name
                 for name in sorted(set(first.moved) ^ set(trio.moved))
-                if Fate.DROPPED_HEAD not in (first.fates[name].fate, trio.fates[name].fate)
+                if not HEADS & {first.fates[name].fate, trio.fates[name].fate}
             ]
             if odd:
                 raise IncompatibleCheckpoints(

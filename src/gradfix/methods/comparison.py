@@ -147,7 +147,7 @@ class _Run:
     @property
     def notes(self) -> list[str]:
         missing = [f"{name} was left out: {why}" for name, why in self.left_out.items()]
-        return list(dict.fromkeys([*self.opened.notes, *self.trial.notes, *missing]))
+        return list(dict.fromkeys([*self.opened.notes, *self.trial.notes, *self.trial.bound.cuts(), *missing]))
 
     def all(self) -> dict[tuple[int, int], list[Unit]]:
         done, total = 0, len(self.shots) * len(self.seeds) * len(self.names)
@@ -265,6 +265,7 @@ class _Run:
             **{name: unit[name] for name in ROW},
             **{name: unit[name][here] for name in ("loss_before", "loss_after")},
             **{"recovered": None, "regime": self.trial.regime, "test_samples": len(self.opened.splits.test)},
+            "measure": self.trial.bound.measure,
             "samples": 0 if fixed else found,
             **parts,
         }

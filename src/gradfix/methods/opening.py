@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gradfix._version import __version__
 from gradfix.align import align
 from gradfix.align.correspondence import correspond, token_rows
 from gradfix.checkpoints.folder import is_side_file
 from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.kinds import same_weights
 from gradfix.checkpoints.matched import read_vocabulary
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.search import Search
 from gradfix.methods.trained import in_full
 from gradfix.methods.trial import Lenders, Passes, Splits, Trial
@@ -35,14 +37,57 @@ from gradfix.tasks.classification import Classification
 from gradfix.training.distil import can_teach, teacher_of
 from gradfix.training.starts import Old
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.vectors.transported import apply
 
 
 def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Bound:
     """The target as the task sees it, with the fine-tune's head where that is to be copied."""
-    lent = trio.head == "copy" and isinstance(task, Classification)
-    head_from = trio.given["tuned"] if lent else None
-    return task.open(trio.given["target"], dtype=dtype, device=device, head_from=head_from)
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    if trio.head == "copy" and isinstance(task, Classification):
+        how |= {"head_from": trio.given["tuned"], "base": trio.given["base"]}
+    bound = task.open(trio.given["target"], **how)
+    if trio.head == "copy":  # also where the target has one of its own: what is measured is what is written
+        fill(bound.model, trio.tuned, trio.target, trio.heads)
+    return bound
+
+
+def fill(model: nn.Module, source: Checkpoint, target: Checkpoint, names: Iterable[str]) -> None:
+    """Put these tensors of a checkpoint into the model, one by one; names are those of the target's files."""
+    known = name_map(model, target.names())
+    parameters, parts = dict(model.named_parameters()), {}
+    with torch.no_grad():
+        for name in names:
+            if name in known.fused:
+                parts[name] = source.read(name)
+                continue
+            for own, value in known.to_module({name: source.read(name)}).items():
+                if own in parameters and parameters[own].shape == value.shape:
+                    parameters[own].copy_(value)
+        for own, value in known.to_module(parts).items():
+            parameters[own].copy_(value)
+
+
+def refuse_itself(trio: Trio, force: bool = False) -> list[str]:
+    """A target that is the fine-tune would get its update twice; a note where that is forced."""
+    if not same_weights(trio.tuned, trio.target, trio.moved):
+        return []
+    text = f"the target {trio.target} is the fine-tune itself: its weights equal those of {trio.tuned}"
+    if not force:
+        raise IncompatibleCheckpoints(
+            f"{text}, and its update would be added twice. Give the new base as --target; to score the fine-tune, use "
+            "`gradfix evaluate`. --force goes on all the same."
+        )
+    return [f"{text}, and its update is added a second time"]
+
+
+def unmoved_on_disk(bound: Bound, target: Checkpoint) -> frozenset[str]:
+    """The tensors of the target's files that are no part of the task."""
+    still = bound.unmoved()
+    if not still:
+        return frozenset()
+    names = name_map(bound.model, target.names())
+    found = {disk for name, disk in names.renamed.items() if name in still}
+    found |= {disk for disk, name in names.aliases.items() if name in still}
+    return frozenset(found | {disk for disk, place in names.fused.items() if set(place.sources) <= still})
 
 
 def vector_of(trio: Trio, how: str = "none") -> TaskVector:
@@ -101,15 +146,11 @@ def open_teacher(trio: Trio, bound: Bound, task: Task | None) -> Bound | None:
 
 
 def open_tuned(trio: Trio, task: Task, dtype: torch.dtype, device: Any) -> Bound:
-    """The fine-tune as the task sees it; an adapter is added onto its base."""
+    """The fine-tune as the task sees it: an adapter put onto its base, a bare file with the base's config."""
     base, tuned = trio.given["base"], trio.given["tuned"]
-    path = trio.sources["tuned"].path
-    if path is None or not (path / "adapter_config.json").is_file():
-        return task.open(tuned, dtype=dtype, device=device, head_from=base)
-    old = task.open(base, dtype=dtype, device=device)
-    # Not the trio's views: these are in the order of the target's tokens, and this model is not.
-    apply(old.model, TaskVector.between(trio.sources["base"], trio.sources["tuned"]), 1.0)
-    return old
+    # A classifier has a head of its own; a frozen one is that of the encoder before it was tuned.
+    head_from = None if isinstance(task, Classification) else base
+    return task.open(tuned, dtype=dtype, device=device, head_from=head_from, base=base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +189,7 @@ class Opened:
         self.trio = Trio.open(
             request.base, request.tuned, target, head=request.head, strict=request.strict, across=True
         )
+        refuse_itself(self.trio)
         if self.trio.apart is not None:
             self.notes.append(f"the target has another shape than the base: {self.trio.apart}")
         self.bound = self._bound()

@@ -106,12 +106,13 @@ class Results:
         """Header and cells as text, for any printer."""
         rows = self.summary_rows()
         several, untested = len(self.pairs()) > 1, any(row["accuracy"] is None for row in rows)
+        measures = " / ".join(dict.fromkeys(measure_of(row) for row in rows)) or "accuracy"
         columns: dict[str, Callable[[dict[str, Any]], str]] = {
             "pair": lambda row: str(row["pair"]),
             "shots": lambda row: str(row["shots"]),
             "method": lambda row: str(row["method"]),
             "held out": lambda row: number_text(row["validation_accuracy"], ".1f"),
-            "accuracy": accuracy_text,
+            measures: accuracy_text,
             "recovered": lambda row: share_text(row["recovered"]),
             "alpha": lambda row: number_text(row["alpha"]),
             "seconds": lambda row: f"{row['seconds']:.1f}",
@@ -203,10 +204,16 @@ def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str,
     alphas = sorted(row["alpha"] for row in rows)
     return {
         **{"pair": pair, "shots": shots, "method": method, "title": title, "seeds": len(rows)},
+        "measure": measure_of(rows[0]),
         **{name: mean([row.get(name) for row in rows]) for name in AVERAGED},
         "spread": spread(accuracies),
         "alpha": alphas[len(alphas) // 2],
     }
+
+
+def measure_of(row: Mapping[str, Any]) -> str:
+    """What the share of right answers is called: of free answers it is the exact match."""
+    return str(row.get("measure") or "accuracy")
 
 
 def accuracy_text(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ folds of the few-shot set, never on both and never on test."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,7 +118,7 @@ class Trial:
         return self.own_tau
 
     def by_module(self, tau: TaskVector) -> TaskVector:
-        """The vector under the module's names, without tensors this model does not have."""
+        """The vector under the module's names, without tensors this model does not have or the task does not ask."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         mapped = tau if set(tau) <= set(names) else name_map(self.model, list(tau)).to_module(tau)
         odd = [name for name in mapped if name not in names and bool(mapped[name].any())]
@@ -126,8 +126,10 @@ class Trial:
             self.notes.append(f"{len(odd)} tensors of the vector are not in the target, first {odd[0]!r}.")
         first = {id(parameter): name for name, parameter in self.model.named_parameters()}
         own: dict[str, Tensor] = {}
+        still = self.bound.unmoved()
+        self.notes += [note for note in left_alone(mapped, still) if note not in self.notes]
         for name, parameter in names.items():
-            if name in mapped:  # a tied weight goes by several names, and moves once
+            if name in mapped and name not in still:  # a tied weight goes by several names, and moves once
                 own.setdefault(first[id(parameter)], mapped[name].to(parameter.device))
         return TaskVector(own)
 
@@ -337,6 +339,17 @@ class Trial:
         fold = "" if view.held == "validation" else f"-{support.name}"
         score: Score = self.shared(f"score-{setting.key}{fold}-{view.held}-{alpha}", lambda: measure(alpha))
         return score
+
+
+def left_alone(tau: Mapping[str, Tensor], still: Collection[str]) -> list[str]:
+    """A note on what the fine-tune changed and the task leaves as the target has it; raises when that is all."""
+    changed = sorted(name for name in tau if name in still and bool(tau[name].any()))
+    if not changed:
+        return []
+    what = f"{len(changed)} tensors that the fine-tune changed are no part of the task (first {changed[0]!r})"
+    if not any(bool(tensor.any()) for name, tensor in tau.items() if name not in still):
+        raise UnsafeResult(f"{what}, and it changed no others: for this task there is nothing to transport.")
+    return [f"{what}: the frozen head was made with them, and they stay as the target has them"]
 
 
 def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ def judge(
     verdict: dict[str, Any] = {
         "method": winner,
         "accuracy": accuracy.get(winner),
+        "measure": str(rows[0].get("measure") or "accuracy"),
         "held_out": mean([row.get("validation_accuracy") for row in groups[winner]]),
         "recovered": mean([row.get("recovered") for row in groups[winner]]),
         "next": following,
@@ -129,7 +130,7 @@ def _words(
         there = "" if verdict["held_out"] is None else f", where it scores {verdict['held_out']:.1f}%"
         text.append(f"{chosen_on(verdict)}{there}. There is no test split: nothing has checked this choice.")
     else:
-        text.append(f"{chosen_on(verdict)}; test accuracy {verdict['accuracy']:.1f}%{_gain(verdict)}.")
+        text.append(f"{chosen_on(verdict)}; test {verdict['measure']} {verdict['accuracy']:.1f}%{_gain(verdict)}.")
         if following is not None:
             text.append(_against(verdict, name(following)))
         text.append(_check(verdict, accuracy, name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gradfix.methods.results import Results, number_text, share_text
+from gradfix.methods.results import Results, measure_of, number_text, share_text
 from gradfix.report.sections import baseline_wins, flops, headline, reasons, seconds
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&])")
@@ -40,7 +40,7 @@ def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[
         f"{verdict['shots']} labelled examples per class, {verdict['seeds']} "
         + ("seed" if verdict["seeds"] == 1 else "seeds"),
         "",
-        "| method | held out | accuracy | recovered | alpha | seconds | FLOPs |",
+        f"| method | held out | {safe(measure_of(verdict))} | recovered | alpha | seconds | FLOPs |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from gradfix.methods.method import FLOOR
-from gradfix.methods.results import Results
+from gradfix.methods.results import Results, measure_of
 from gradfix.methods.verdicts import inline
 from gradfix.report.plots import Series, curves
 from gradfix.training.costs import readable
@@ -69,9 +69,9 @@ def reasons(verdict: Entry) -> str:
 def figures(verdict: Entry) -> list[tuple[str, str]]:
     found = []
     if verdict["accuracy"] is not None:
-        found.append(("test accuracy", f"{verdict['accuracy']:.1f}%"))
+        found.append((f"test {measure_of(verdict)}", f"{verdict['accuracy']:.1f}%"))
     elif verdict.get("held_out") is not None:
-        found.append(("held-out accuracy, not checked on test", f"{verdict['held_out']:.1f}%"))
+        found.append((f"held-out {measure_of(verdict)}, not checked on test", f"{verdict['held_out']:.1f}%"))
     if verdict["over_zero_shot"] is not None:
         found.append(("over the target as it is", f"{verdict['over_zero_shot']:+.1f}"))
     if verdict["recovered"] is not None:
@@ -120,7 +120,8 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         "shots": shots,
         "rows": rows,
         "bars": sorted(rows, key=lambda row: -row["bar"]),
-        "measured": "Test accuracy" if tested else "Held-out accuracy (there is no test split)",
+        "measure": measure_of(verdict),
+        "measured": f"{'Test' if tested else 'Held-out'} {measure_of(verdict)}{'' if tested else ' (there is no test split)'}",
         "zero": zero,
         "samples": next((row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None),
         "losses": [row for row in losses if row["method"] != FLOOR],

@@ -211,7 +211,11 @@ def _measured(manifest: Mapping[str, Any]) -> str:
         ("few-shot loss", measured.get("fewshot_loss_before"), measured.get("fewshot_loss_after"))
     ]
     before, after = _section(measured, "test_before"), _section(measured, "test_after")
-    rows += [(f"test {safe(key)}", before.get(key), after.get(key)) for key in sorted({*before, *after}, key=str)]
+    called = {"accuracy": measured.get("measure", "accuracy")}
+    rows += [
+        (f"test {safe(called.get(key, key))}", before.get(key), after.get(key))
+        for key in sorted({*before, *after}, key=str)
+    ]
     lines = [
         f"| {name} | {_number(left)} | {_number(right)} |"
         for name, left, right in rows
@@ -227,8 +231,9 @@ def _number(value: object) -> str:
 
 
 def _notes(manifest: Mapping[str, Any]) -> str:
-    notes = manifest.get("notes")
-    if not isinstance(notes, list) or not notes:
+    said = [manifest.get("notes"), _section(manifest, "details").get("notes")]
+    notes = list(dict.fromkeys(str(note) for part in said if isinstance(part, list) for note in part))
+    if not notes:
         return ""
     return "\n".join(["## Notes", "", *(f"- {safe(note)}" for note in notes)]) + "\n"
 

@@ -78,6 +78,7 @@ class Stream:
     heads: Mapping[str, Checkpoint] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, Any] = field(default_factory=dict)  # how an update that is there already came about
     kind: str = "transport"
 
     def source(self, name: str) -> Checkpoint:
@@ -86,7 +87,8 @@ class Stream:
 
     def identity(self) -> list[Any]:
         heads = [(name, self.fates[name].kind) for name in self.fates.heads]
-        return [self.update.identity(), self.target.identity(), self.ballot.identity(), self.alpha, heads]
+        left = [name for name, fate in self.fates.items() if fate.fate is Fate.NOT_ASKED]
+        return [self.update.identity(), self.target.identity(), self.ballot.identity(), self.alpha, heads, left]
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,14 @@ def transport_checkpoint(
 
     `votes` is a votes file (on-disk names) or SignVotes; masks that look at no votes need none. Further options:
     `margin` and `seed` of the mask; `head` ("error", "copy" or "skip") for tensors that only the fine-tune has, `strict`
-    to refuse every tensor that not all three share; `dtype`, `overwrite`, `force`, `details` and `inputs` by
+    to refuse every tensor that not all three share, `leave` with names that are no part of the task; `dtype`, `overwrite`, `force`, `details` and `inputs` by
     role (for the manifest), `extras(staging)` (may add files) and `progress(bytes)` of the output."""
-    defaults = {"margin": None, "seed": None, "head": "error", "strict": False, "inputs": None}
+    defaults = {"margin": None, "seed": None, "head": "error", "strict": False, "inputs": None, "leave": ()}
     own, output = Output.sorted_out(out, options, defaults)
     before, goal = open_checkpoint(base), open_checkpoint(target)
     after = open_checkpoint(tuned, base=before)
     refuse_inside(Path(out), [before.path, after.path, goal.path, votes])
-    trio = Trio.open(before, after, goal, head=own["head"], strict=own["strict"])
+    trio = Trio.open(before, after, goal, head=own["head"], strict=own["strict"], leave=own["leave"])
     roles = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
     hashes = InputHashes(list(roles.values()))
     stream = Stream(
@@ -151,8 +153,9 @@ def write_update(
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest.
 
     `head` holds tensors that the target lacks: they are written with what the update changes in them. Further options
-    are those of the output, as in `transport_checkpoint`."""
-    _, output = Output.sorted_out(out, options, {})
+    are `made`, how the update came about (`mask`, `seed`, `kept` ...), `leave`, and those of the output, as in
+    `transport_checkpoint`."""
+    own, output = Output.sorted_out(out, options, {"leave": (), "made": {}})
     goal = open_checkpoint(target)
     refuse_inside(Path(out), [goal.path])
     lent = dict(head or {})
@@ -160,11 +163,12 @@ def write_update(
     for name in lent.keys() & update.keys():
         lent[name] = lent[name].clone()
         add_scaled(lent[name], update[name], alpha)
-    trio = Trio.open(moved, {**moved, **lent}, goal, head="copy" if lent else "error")  # by names and shapes
+    policy = "copy" if lent else "error"
+    trio = Trio.open(moved, {**moved, **lent}, goal, head=policy, leave=own["leave"])  # by names and shapes
     stream = Stream(
         goal, trio.fates, Ready(trio.tuned), Ballot(None, "none", None, None, trio.fates, goal), float(alpha),
         InputHashes([goal]), dict(inputs or {"target": goal}), heads=dict.fromkeys(trio.heads, trio.tuned),
-        notes=goal.notes,
+        notes=goal.notes, made=own["made"],
     )  # fmt: skip
     return write_stream(stream, output)
 
@@ -234,7 +238,7 @@ class _Pass:
         kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
             Path(self.output.out), kinds["transported"], kinds["copied"], kinds["skipped"],
-            share(whole.kept, whole.nonzero), share(whole.survived, whole.kept), whole.norm_ratio(),
+            self.stream.made.get("kept", share(whole.kept, whole.nonzero)), share(whole.survived, whole.kept), whole.norm_ratio(),
             tensors=tensors, notes=tuple(notes),
         )  # fmt: skip
 
@@ -275,10 +279,11 @@ class _Pass:
         ballot.require(stream.target, stream.hashes)
         options = {name: value for name, value in ballot.options.items() if name != "count"}
         counts = {name: getattr(report, name) for name in ("transported", "copied", "skipped")}
+        made = {name: value for name, value in stream.made.items() if name != "kept"}
         return {
             **versions(),
             "inputs": inputs,
-            "config": {"mask": ballot.mask, "alpha": stream.alpha, **options, "seed": ballot.seed},
+            "config": {"mask": ballot.mask, "alpha": stream.alpha, **options, "seed": ballot.seed, **made},
             "votes": {"count": ballot.count, "target_hash": ballot.target_hash, "origin": ballot.origin},
             "counts": {**counts, "total": sum(counts.values())},
             "kept": report.kept,

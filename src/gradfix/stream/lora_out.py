@@ -1,14 +1,16 @@
 """An update as a LoRA adapter for the target: small to ship, and only an approximation.
 
 A masked update has nearly full rank, so a truncated adapter keeps a part of it. How much is measured per
-layer and overall, and an adapter that keeps too little, or does not lower the few-shot loss, is refused."""
+layer and overall, and an adapter that keeps too little, or does not lower the few-shot loss, is refused. Heads are
+stored in full: the folder is one that the matching AutoPeftModel class loads, with tokenizer and all."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.folder import versions
+from gradfix.checkpoints.adapter import peft_task
+from gradfix.checkpoints.folder import copy_side_files, versions
 from gradfix.checkpoints.hashes import file_hashes
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.write import refuse_inside, save_tensors, staged_folder, write_manifest
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.stream.card import card
-from gradfix.stream.checkpoint import Output
+from gradfix.stream.checkpoint import Output, StreamReport
 from gradfix.vectors.taskvector import TaskVector
 
 LEAST_ENERGY = 0.25
@@ -38,8 +41,9 @@ class LoraResult:
     """Low-rank factors of an update, and how much of it they hold.
 
     `factors[name] = (left, right)` with the update of that tensor close to `left @ right`; `energy` is the
-    share of the squared norm that survives, per tensor; `whole` are small tensors kept as they are, and
-    `dropped` maps each tensor that no adapter can hold to its share of the whole update's energy."""
+    share of the squared norm that survives, per tensor; `whole` are tensors kept as they are, and
+    `dropped` maps each tensor that no adapter can hold to its share of the whole update's energy. `saved` are the
+    parameters of the model, by module name, that the folder holds in full."""
 
     rank: int
     factors: dict[str, tuple[Tensor, Tensor]]
@@ -48,6 +52,7 @@ class LoraResult:
     shapes: dict[str, torch.Size]
     whole: dict[str, Tensor] = field(default_factory=dict)
     dropped: dict[str, float] = field(default_factory=dict)
+    saved: frozenset[str] = frozenset()
 
     @property
     def approximated(self) -> TaskVector:
@@ -174,8 +179,8 @@ def layer_kinds(model: nn.Module) -> dict[str, str]:
 def _kind(module: nn.Module) -> str | None:
     if isinstance(module, nn.Linear) and type(module).__name__ != "NonDynamicallyQuantizableLinear":
         return LINEAR
-    if isinstance(module, nn.Embedding):
-        return TABLE
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return TABLE  # BART's positions and scaled tables compute something else, which peft does not know
     if isinstance(module, nn.Conv2d) and module.groups == 1:
         return CONVOLUTION
     return TURNED if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
@@ -204,19 +209,63 @@ def save_lora(
     config: Mapping[str, Any] | None = None,
     notes: Collection[str] = (),
     **options: Any,
-) -> Path:
+) -> StreamReport:
     """Write the factors in peft's own format, to be loaded on `target` by PeftModel.from_pretrained.
 
     `model` is the target as a module (the meta device will do unless tensors are kept whole); names in the
     result may be module names or on-disk names. The manifest ties the folder to the target's weights; `inputs`
-    (by role) and `config` (mask, alpha ...) go into it and into the model card. Further options are those of an
-    `Output`: `overwrite`, `details`, `extras`."""
-    _, output = Output.sorted_out(out, options, {})
+    (by role) and `config` (mask, alpha ...) go into it and into the model card, and so do `facts` (`votes`, `kept`).
+    Further options are those of an `Output`: `overwrite`, `details`, `extras`."""
+    own, output = Output.sorted_out(out, options, {"facts": {}})
     goal, out = open_checkpoint(target), Path(out)
     sources = {**(inputs or {}), "target": goal}
     refuse_inside(out, [source.path for source in sources.values() if source.path is not None])
-    kinds = layer_kinds(model)
-    modules = {disk: name for name, disk in name_map(model, goal.names()).renamed.items()}
+    disk = name_map(model, goal.names()).renamed
+    tensors, adapter = _adapter(result, model, {there: name for name, there in disk.items()})
+    adapter["base_model_name_or_path"] = base_name or str(goal)
+    fates = _fates(result, disk, goal)
+    counts = Counter(entry["fate"] for entry in fates.values())
+    kinds = ("transported", "copied", "skipped")
+    size = sum(float(p.double().square().sum()) for n, p in model.named_parameters() if n in result.shapes)
+    report = StreamReport(
+        out, counts["transported"], counts["copied"], counts["skipped"], own["facts"].get("kept", 1.0), 1.0,
+        result.approximated.norm() / size**0.5 if size else 0.0, tensors=fates, notes=tuple(notes),
+    )  # fmt: skip
+    with staged_folder(out, overwrite=output.overwrite) as staging:
+        save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
+        text = json.dumps(adapter, indent=2, sort_keys=True)
+        (staging / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+        copy_side_files(goal, staging, but=("config.json", "generation_config.json"))
+        if output.extras is not None:
+            output.extras(staging)
+        content = {
+            "format": 1,
+            "kind": "lora",
+            **versions(),
+            "base_fingerprint": goal.fingerprint(),
+            "inputs": {
+                role: {"path": str(source), "hashes": {Path(p).name: h for p, h in file_hashes(source).items()}}
+                for role, source in sources.items()
+            },
+            "config": dict(config or {}),
+            "votes": own["facts"].get("votes", {}),
+            "counts": {**{kind: counts[kind] for kind in kinds}, "total": len(fates)},
+            **{"kept": report.kept, "survived_rounding": report.survived, "norm_ratio": report.norm_ratio},
+            "lora": result.describe(),
+            "details": dict(output.details or {}),
+            "notes": list(notes),
+            "tensors": fates,
+        }
+        (staging / "README.md").write_text(card(content), encoding="utf-8")
+        write_manifest(staging, content, {})
+    return report
+
+
+def _adapter(
+    result: LoraResult, model: nn.Module, modules: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What goes into the two files of peft: tensors and config."""
+    kinds, saved = layer_kinds(model), saved_modules(model, result.saved)
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for name, (left, right) in result.factors.items():
@@ -227,44 +276,67 @@ def save_lora(
         ranks[path] = left.shape[1]
         shape = result.shapes[name]
         tensors |= {f"base_model.model.{path}.{k}": v for k, v in _peft_tensors(kinds[own], left, right, shape).items()}
-    saved, biased = _add_whole(result, model, modules, set(ranks), tensors)
-    adapter = _adapter_config(result.rank, ranks, base_name or str(goal), saved, biased)
-    adapter["fan_in_fan_out"] = any(kinds[f"{path}.weight"] == TURNED for path in ranks)
-    content = {
-        "format": 1,
-        "kind": "lora",
-        **versions(),
-        "base_fingerprint": goal.fingerprint(),
-        "inputs": {
-            role: {"path": str(source), "hashes": {Path(p).name: h for p, h in file_hashes(source).items()}}
-            for role, source in sources.items()
-        },
-        "config": dict(config or {}),
-        "lora": result.describe(),
-        "details": dict(output.details or {}),
-        "notes": list(notes),
-    }
-    with staged_folder(out, overwrite=output.overwrite) as staging:
-        save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
-        text = json.dumps(adapter, indent=2, sort_keys=True)
-        (staging / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
-        if output.extras is not None:
-            output.extras(staging)
-        (staging / "README.md").write_text(card(content), encoding="utf-8")
-        write_manifest(staging, content, {})
-    return out
+    moved = {modules.get(name, name): value for name, value in result.whole.items()}
+    for path in saved:
+        for own, value in model.get_submodule(path).state_dict().items():
+            tensors[f"base_model.model.{path}.{own}"] = _sum(value, moved.pop(f"{path}.{own}", None))
+    small, biased = _add_whole(moved, model, set(ranks), tensors)
+    config = _adapter_config(result.rank, ranks, [*saved, *small], biased)
+    config["fan_in_fan_out"] = any(kinds[f"{path}.weight"] == TURNED for path in ranks)
+    return tensors, config | peft_task(model)
+
+
+def saved_modules(model: nn.Module, names: Collection[str]) -> list[str]:
+    """The largest modules that hold none but these parameters, and those that peft would take for one of them.
+
+    peft goes by the ends of names, and in classifiers of texts looks for "classifier" and "score" by itself."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}" for name, _ in module.named_parameters()]
+        if path and own and set(own) <= set(names) and not any(path.startswith(f"{top}.") for top in found):
+            found.append(path)
+    if peft_task(model)["task_type"] == "SEQ_CLS":
+        ends = (*found, "classifier", "score")
+    else:
+        ends = tuple(found)
+    return [p for p, m in model.named_modules() if p.endswith(ends) and next(m.parameters(), None) is not None]
+
+
+def _fates(result: LoraResult, disk: Mapping[str, str], goal: Checkpoint) -> dict[str, dict[str, Any]]:
+    """What became of every tensor of the target and of a head that it lacks, under on-disk names."""
+    saved = {disk.get(name, name) for name in result.saved}
+    found: dict[str, dict[str, Any]] = {name: {"fate": "copied"} for name in [*goal.names(), *sorted(saved)]}
+    found |= {name: {"fate": "copied", "reason": "a head, stored in full"} for name in saved}
+    for name, share in result.energy.items():
+        found[disk.get(name, name)] = {"fate": "transported", "energy": round(share, 6)}
+    for name in result.whole:
+        found[disk.get(name, name)] = {"fate": "transported", "reason": "stored in full"}
+    for name in result.dropped:
+        found[disk.get(name, name)] = {"fate": "skipped", "reason": "fits no adapter"}
+    return found
 
 
 def adapter_for(
-    update: Mapping[str, Tensor], rank: int, *, model: nn.Module, target: Source | Checkpoint, keep_small: bool = False
+    update: Mapping[str, Tensor],
+    rank: int,
+    *,
+    model: nn.Module,
+    target: Source | Checkpoint,
+    keep_small: bool = False,
+    saved: Collection[str] = (),
 ) -> LoraResult:
     """Factor what an adapter of this model can hold; names may be the module's or those on disk.
 
-    `keep_small` carries biases and norms unfactored."""
+    `keep_small` carries biases and norms unfactored. `saved` are parameters to store in full, by module name."""
     disk = name_map(model, open_checkpoint(target).names()).renamed
-    layers = {own if own in update else disk.get(own, own) for own in layer_kinds(model)}
-    small = {own if own in update else disk.get(own, own) for own in whole_tensors(model)}
-    return lora_from_update(update, rank, layers=layers, whole=small if keep_small else ())
+
+    def given(names: Iterable[str]) -> set[str]:
+        return {own if own in update else disk.get(own, own) for own in names}
+
+    held = {f"{p}.{n}" for p in saved_modules(model, saved) for n, _ in model.get_submodule(p).named_parameters()}
+    whole = given(held | (whole_tensors(model) if keep_small else set()))
+    result = lora_from_update(update, rank, layers=given(layer_kinds(model)) - whole, whole=whole)
+    return replace(result, saved=frozenset(held))
 
 
 def _peft_tensors(kind: str, left: Tensor, right: Tensor, shape: torch.Size) -> dict[str, Tensor]:
@@ -278,13 +350,12 @@ def _peft_tensors(kind: str, left: Tensor, right: Tensor, shape: torch.Size) -> 
 
 
 def _add_whole(
-    result: LoraResult, model: nn.Module, modules: Mapping[str, str], adapted: set[str], tensors: dict[str, Tensor]
+    moved: Mapping[str, Tensor], model: nn.Module, adapted: set[str], tensors: dict[str, Tensor]
 ) -> tuple[list[str], bool]:
     """Full tensors of modules that are saved rather than adapted; biases follow peft's own convention."""
     parameters = dict(model.named_parameters())
     saved: set[str] = set()
     biased = False
-    moved = {modules.get(name, name): value for name, value in result.whole.items()}
     for name, value in moved.items():
         path, _, leaf = name.rpartition(".")
         if _kind(model.get_submodule(path)) is not None:
@@ -304,13 +375,11 @@ def _sum(weight: Tensor, delta: Tensor | None) -> Tensor:
     return wide.clone() if delta is None else (wide.float() + delta).to(weight.dtype).contiguous()
 
 
-def _adapter_config(rank: int, ranks: Mapping[str, int], base: str, saved: list[str], biased: bool) -> dict[str, Any]:
+def _adapter_config(rank: int, ranks: Mapping[str, int], saved: list[str], biased: bool) -> dict[str, Any]:
     """Scaling is 1 everywhere: alpha equals the rank of each layer."""
     short = {re.escape(path): own for path, own in ranks.items() if own != rank}
     return {
         "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": rank,

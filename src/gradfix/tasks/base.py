@@ -34,6 +34,7 @@ class Bound(ABC):
     labels: list[str]
     source: Path | None = None
     notes: Sequence[str] = ()
+    measure: str = "accuracy"  # what the share of right answers is called
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> Batch:
@@ -62,6 +63,20 @@ class Bound(ABC):
     def trainable(self) -> list[str]:
         """Names of the parameters fine-tuning may move; heads that belong to the side stay frozen."""
         return [name for name, _ in self.model.named_parameters()]
+
+    def head_names(self) -> list[str]:
+        """Names of the parameters of a head that is part of the model; none where there is no such thing."""
+        return []
+
+    def unmoved(self) -> frozenset[str]:
+        """Names of the parameters that are no part of the task: a transport leaves them as the target has them.
+
+        The score does not see them, so to move them would write another model than the one that was measured."""
+        return frozenset()
+
+    def cuts(self) -> tuple[str, ...]:
+        """How many of the texts seen so far were too long, and at what length they were cut; nothing if none was."""
+        return ()
 
     def save_extras(self, folder: Path) -> None:  # noqa: B027
         """Write what belongs to this side but not to the weights (a zero-shot head, say) into `folder`."""
@@ -142,11 +157,14 @@ class Task(ABC):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> Bound:
         """Load a checkpoint; non-empty loading info (missing or unexpected keys) is an error.
 
         A frozen head comes from the extras saved beside the weights, else from `head_from` (the
-        pre-trained checkpoint of that side), else from the checkpoint itself."""
+        pre-trained checkpoint of that side), else from the checkpoint itself. `base` is what an adapter among the
+        two is put on (by default `head_from`, then the base it names), and where a bare weights file has its config
+        and tokenizer."""
 
 
 TASKS: Registry[type[Task]] = Registry("task")

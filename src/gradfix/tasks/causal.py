@@ -29,6 +29,8 @@ class CausalBound(AnswerBound):
     def __init__(self, model: Any, tokenizer: Any, *more: Any) -> None:
         super().__init__(model, tokenizer, *more)
         self._closing = _closing_tokens(tokenizer)
+        if self.scoring != "likelihood":
+            self.measure = "exact match"
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         device = next(self.model.parameters()).device
@@ -66,7 +68,9 @@ class CausalBound(AnswerBound):
         if not asked:
             # Without a first token nothing predicts the answer's beginning.
             asked = [self._first_token(example, index)]
-        return asked[-(self.max_length - len(said)) :], said
+        room = self.max_length - len(said)
+        self.limit.saw(prompt, len(asked) > room)
+        return asked[-room:], said
 
     def _first_token(self, example: Example, index: int) -> int:
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):

@@ -32,10 +32,10 @@ from gradfix.tasks.loading import (
     quiet_transformers,
     read_json,
 )
-from gradfix.tasks.reading import column, longest, masked_mean, processed, tokenise
+from gradfix.tasks.reading import TokenLimit, column, longest, processed, tokenise
+from gradfix.tasks.sentences import pool, read_sentences
 
 TEXT_SCALE = 20.0
-POOLINGS = ("mean", "cls")
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 
 
@@ -45,6 +45,7 @@ class Encoder(ABC):
     model: Any  # an nn.Module with its family's own methods
     scale: float
     notes: list[str]
+    limits: Sequence[TokenLimit] = ()
 
     @abstractmethod
     def inputs(self, examples: Sequence[Example]) -> Batch:
@@ -62,43 +63,62 @@ class Encoder(ABC):
     def trainable(self) -> list[str]:
         """Names of the parameters that the examples' vectors depend on."""
 
+    def unmoved(self) -> frozenset[str]:
+        """Names of the parameters that only the frozen head was made with."""
+        return frozenset()
+
     def save_extras(self, folder: Path) -> None:  # noqa: B027
         """Write what the family's own loader needs beside the weights and the source may not have had."""
 
 
 class TextEncoder(Encoder):
-    """Any `AutoModel` with a tokenizer; prompts and examples go through the same weights."""
+    """Any `AutoModel` with a tokenizer; prompts and examples go through the same weights.
 
-    def __init__(self, home: Home, *, pooling: str = "mean", max_length: int = 64) -> None:
+    In a sentence-transformers folder pooling, length and default prompt are the folder's own unless given."""
+
+    def __init__(self, home: Home, *, pooling: str | None = None, max_length: int | None = None) -> None:
         from transformers import AutoModel
 
-        if pooling not in POOLINGS:
-            raise UsageError(unknown("pooling", pooling, list(POOLINGS)))
-        self.pooling, self.scale = pooling, TEXT_SCALE
+        own = read_sentences(home.folder, pooling)
+        self.pooling, self.prompt, self.lower, self.scale = own.pooling, own.prompt, own.lower, TEXT_SCALE
         self.tokenizer = load_tokenizer(home)
         loaded = load_pretrained(AutoModel, home, optional=["pooler"])
         self.model, self.notes = loaded.model, loaded.notes
-        self.max_length = longest(max_length, self.tokenizer, self.model.config)
+        self.max_length = longest(own.max_length if max_length is None else max_length, self.tokenizer, self.model)
+        self.limits = [TokenLimit(self.max_length), TokenLimit(self.max_length, "label prompts")]
         if self.model.config.is_encoder_decoder:
             raise UsageError(f"{home} is an encoder-decoder; use --task seq2seq for it.")
+        self._hidden = 0 if own.include_prompt else self._prompt_tokens()
         names = {name for name, _ in self.model.named_parameters()}
         self._unused = {name for name in names if name.startswith("pooler.")}
 
+    def _prompt_tokens(self) -> int:
+        """How many tokens the default prompt takes at the beginning of a text."""
+        tokens = self.tokenizer(self.prompt)["input_ids"] if self.prompt else []
+        closed = bool(tokens) and tokens[-1] in self.tokenizer.all_special_ids
+        return len(tokens) - closed
+
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        return tokenise(self.tokenizer, examples, self.max_length, self.model)
+        return self._tokens(examples, self.limits[0])
+
+    def _tokens(self, examples: Sequence[Example], limit: TokenLimit) -> Batch:
+        if self.prompt or self.lower:
+            texts = [f"{self.prompt}{text}" for text in column(examples, "text")]
+            texts = [text.lower() if self.lower else text for text in texts]
+            examples = [{**example, "text": text} for example, text in zip(examples, texts, strict=True)]
+        return tokenise(self.tokenizer, examples, limit, self.model)
 
     def embed(self, model: Any, batch: Batch) -> Tensor:
         inputs = {name: batch[name] for name in self.tokenizer.model_input_names if name in batch}
-        hidden = model(**inputs).last_hidden_state
-        if self.pooling == "cls":
-            return hidden[:, 0]
-        # Averaged in float32 or better: a sum of 64 half-precision vectors loses bits.
-        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        return masked_mean(hidden, batch["attention_mask"])
+        mask = batch["attention_mask"]
+        if self._hidden:
+            mask = mask.clone()
+            mask[:, : self._hidden] = 0
+        return pool(model(**inputs).last_hidden_state, mask, self.pooling)
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:
         with torch.no_grad():
-            return self.embed(self.model, self.inputs([{"text": prompt} for prompt in prompts]))
+            return self.embed(self.model, self._tokens([{"text": prompt} for prompt in prompts], self.limits[1]))
 
     def trainable(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters() if name not in self._unused]
@@ -114,6 +134,7 @@ class TwoTowers(Encoder):
         loaded = load_pretrained(AutoModel, home)
         self.model, self.notes = loaded.model, loaded.notes
         self.max_length = int(self.model.config.text_config.max_position_embeddings)
+        self.limits = [TokenLimit(self.max_length, "label prompts")]
         self.siglip = "siglip" in self.model.config.model_type
         self.scale = float(self.model.logit_scale.detach().double().exp())
 
@@ -132,6 +153,7 @@ class TwoTowers(Encoder):
             max_length=self.max_length,
             return_tensors="pt",
         )
+        self.limits[0].count(self.tokenizer, list(prompts), None, tokens["input_ids"].shape[1])
         device = next(self.model.parameters()).device
         inputs = {"input_ids": tokens["input_ids"].to(device)}
         if not self.siglip:
@@ -142,6 +164,9 @@ class TwoTowers(Encoder):
     def trainable(self) -> list[str]:
         towers = ("vision_model.", "visual_projection.")
         return [name for name, _ in self.model.named_parameters() if name.startswith(towers)]
+
+    def unmoved(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.named_parameters()) - set(self.trainable())
 
 
 def _pooled(features: Any) -> Tensor:
@@ -180,7 +205,7 @@ class OpenClip(Encoder):
                 self.tokenizer = library.get_tokenizer(name)
         except LOADER_ERRORS as error:
             raise CorruptInput(f"{path}: open_clip cannot build this model ({first_line(error)}).") from None
-        load_exactly(model, open_checkpoint(path), path)
+        load_exactly(model, open_checkpoint(path).state(), path)
         self.model = model.to(device=device, dtype=dtype).eval()
         self.notes, self.scale = [], float(model.logit_scale.detach().double().exp())
         self.dtype, self.device = dtype, device
@@ -210,6 +235,9 @@ class OpenClip(Encoder):
 
     def trainable(self) -> list[str]:
         return [name for name, _ in self.model.named_parameters() if name.startswith("visual.")]
+
+    def unmoved(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.model.named_parameters()) - set(self.trainable())
 
     def save_extras(self, folder: Path) -> None:
         write_text(folder / OPEN_CLIP_CONFIG, json.dumps(self.config, indent=1))

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.kinds import HEADS
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
@@ -41,39 +42,65 @@ BUILDER: ContextVar[Builder | None] = ContextVar("builder", default=None)
 
 @dataclass(frozen=True)
 class Home:
-    """Where a model's config, tokenizer and weights are, and how they are loaded; an adapter is put on the weights."""
+    """Where a model's config, tokenizer and weights are, and how they are loaded.
+
+    An adapter, or a weights file without a config of its own, is put on the model of the folder."""
 
     folder: Path
     adapter: Path | None = None
+    file: Path | None = None
     dtype: torch.dtype = torch.float32
     device: str | torch.device = "cpu"
     trust_remote_code: bool = False
 
     def __str__(self) -> str:
-        return str(self.adapter or self.folder)
+        return str(self.source)
+
+    @property
+    def source(self) -> Path:
+        """What the user would call this model."""
+        return self.adapter or self.file or self.folder
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer: an adapter's own where it brings one."""
+        own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return self.adapter if own and self.adapter is not None else self.folder
 
 
 def locate(source: str | os.PathLike[str], base: str | os.PathLike[str] | None = None, **how: Any) -> Home:
     """The local folder of a checkpoint; for a LoRA adapter that of `base`, or of the base it names.
 
-    `how` are the other fields of `Home`."""
+    A bare weights file takes config and tokenizer from `base`. `how` are the other fields of `Home`."""
     path = resolve(source)
+    if base is not None and resolve(base) == path:
+        base = None
     if not path.is_dir():
-        raise UsageError(f"{path} is a single file; this task needs the folder with its config and tokenizer.")
+        if base is None:
+            raise UsageError(f"{path} is a single file; this task needs the folder with its config and tokenizer.")
+        return Home(_full_model(resolve(base), path), file=path, **how)
     if not (path / ADAPTER_CONFIG).is_file():
         return Home(path, **how)
-    named = base if base is not None and resolve(base) != path else _named_base(path)
-    folder = resolve(named)
+    return Home(_full_model(resolve(base) if base is not None else _named_base(path), path), path, **how)
+
+
+def _full_model(folder: Path, wearer: Path) -> Path:
     if not folder.is_dir() or (folder / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"{folder} cannot be the base of the adapter {path}; give the folder of a full model.")
-    return Home(folder, path, **how)
+        raise UsageError(f"{folder} cannot be the base of {wearer}; give the folder of a full model.")
+    return folder
 
 
-def _named_base(adapter: Path) -> str:
+def _named_base(adapter: Path) -> Path:
     named = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         raise UsageError(f"{adapter} is a LoRA adapter that does not name its base model; give the base too.")
-    return named
+    try:
+        return resolve(named)
+    except CorruptInput as error:
+        raise CorruptInput(
+            f"the adapter {adapter} names a base that is not here. Give the base too (--base; to evaluate, "
+            f"--head-from). {error}"
+        ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -90,11 +117,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in eval mode, the tensors its checkpoint lacked, and notes on what was left aside."""
+    """A model in eval mode, the tensors its checkpoint lacked, and notes on what was left aside.
+
+    `misfits` are tensors that the checkpoint has in another shape than its config says, with that shape. Like the
+    missing ones they are random now: the caller must fill or refuse them."""
 
     model: Any
     missing: list[str]
     notes: list[str]
+    misfits: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def refuse_misfits(self, home: Home) -> None:
+        for name, shape in self.misfits.items():
+            raise IncompatibleCheckpoints(
+                f"{home}: {len(self.misfits)} tensors have another shape than the config says, first {name!r}, which "
+                f"is {shape}."
+            )
 
 
 def load_pretrained(auto: Any, home: Home, optional: Sequence[str] = ()) -> Loaded:
@@ -103,6 +141,7 @@ def load_pretrained(auto: Any, home: Home, optional: Sequence[str] = ()) -> Load
     `optional` are submodules the task does not use: one whose tensors are missing is taken out of the model,
     so that the model's parameters are the checkpoint's tensors and no random weights."""
     loaded = load_partly(auto, home)
+    loaded.refuse_misfits(home)
     needed = [name for name in loaded.missing if name.split(".")[0] not in optional]
     if needed:
         raise CorruptInput(
@@ -114,7 +153,7 @@ def load_pretrained(auto: Any, home: Home, optional: Sequence[str] = ()) -> Load
 
 
 def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
-    """Load and say what is missing; the caller must fill or refuse it, because it is random now."""
+    """Load and say what is missing or of another shape; the caller must fill or refuse it, because it is random now."""
     folder = home.folder
     builder = BUILDER.get()
     if builder is not None:
@@ -137,11 +176,6 @@ def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
                 kind = read_json(folder / "config.json").get("model_type", "?")
                 raise IncompatibleCheckpoints(f"{folder} is a {kind} model: {auto.__name__} {WRONG_TASK}") from None
             raise CorruptInput(_why(folder, error)) from None
-    mismatched = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
-    if mismatched:
-        raise IncompatibleCheckpoints(
-            f"{folder}: {len(mismatched)} tensors have another shape than the config says, first {mismatched[0]!r}."
-        )
     extra = sorted(info["unexpected_keys"])
     inside = [name for name in extra if not _is_other_head(name, model, folder)]
     if inside:
@@ -151,8 +185,15 @@ def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
         )
     notes = [f"{len(extra)} tensors of an unused head were left aside, first {extra[0]!r}."] if extra else []
     _plain_experts(model, home.dtype)
-    missing = set(info["missing_keys"]) - _wear(model, home)
-    return Loaded(model.to(home.device).eval(), sorted(missing), notes)
+    misfits = {str(name): tuple(stored) for name, stored, _ in info["mismatched_keys"]}
+    missing = set(info["missing_keys"]) - set(misfits)
+    if home.adapter is not None or home.file is not None:
+        filled, odd = _wear(model, home)
+        if home.file is not None:  # what is not in the file is nobody's
+            missing, misfits = {name for name, _ in model.named_parameters()}, {}
+        missing -= filled | odd.keys()
+        misfits = {name: shape for name, shape in misfits.items() if name not in filled} | odd
+    return Loaded(model.to(home.device).eval(), sorted(missing), notes, dict(sorted(misfits.items())))
 
 
 def _plain_experts(model: Any, dtype: torch.dtype) -> None:
@@ -164,8 +205,8 @@ def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> L
     """The config's model from `builder`, which fills it itself and refuses what is missing."""
     from transformers import AutoConfig
 
-    if home.adapter is not None:
-        raise UsageError(f"{home.adapter} is a LoRA adapter; a sharded model is read from full weights only.")
+    if home.source != home.folder:
+        raise UsageError(f"{home} is an adapter or a bare file; a sharded model is read from the folder of a full one.")
 
     trust = home.trust_remote_code
 
@@ -184,23 +225,21 @@ def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> L
     return Loaded(builder(make, open_checkpoint(home.folder)), [], [])
 
 
-def _wear(model: nn.Module, home: Home) -> set[str]:
-    """Put an adapter's merged weights into the model; the names it filled."""
-    if home.adapter is None:
-        return set()
-    merged = open_checkpoint(home.adapter, base=home.folder)
-    state = name_map(model, merged.names()).to_module(merged.state())
-    parameters = dict(model.named_parameters())
-    filled = parameters.keys() & state.keys()
+def _wear(model: nn.Module, home: Home) -> tuple[set[str], dict[str, tuple[int, ...]]]:
+    """Put an adapter's merged weights, or a file's, into the model; the names it filled, and those that do not fit."""
+    worn = open_checkpoint(home.source, base=home.folder)
+    state = name_map(model, worn.names()).to_module(worn.state())
+    places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    filled: set[str] = set()
+    odd: dict[str, tuple[int, ...]] = {}
     with torch.no_grad():
-        for name in filled:
-            if state[name].shape != parameters[name].shape:
-                raise IncompatibleCheckpoints(
-                    f"{home.adapter}: tensor {name!r} is {tuple(state[name].shape)}, but the base's config "
-                    f"says {tuple(parameters[name].shape)}."
-                )
-            parameters[name].copy_(state[name])
-    return set(filled)
+        for name in places.keys() & state.keys():
+            if state[name].shape == places[name].shape:
+                places[name].copy_(state[name])
+                filled.add(name)
+            else:
+                odd[name] = tuple(state[name].shape)
+    return filled, odd
 
 
 def _why(folder: Path, error: BaseException) -> str:
@@ -211,15 +250,19 @@ def _why(folder: Path, error: BaseException) -> str:
 
 
 def _is_other_head(name: str, model: nn.Module, folder: Path) -> bool:
-    """A pre-training head beside an encoder: the encoder's tensors carry its prefix, the head's do not."""
+    """What stands beside the encoder and the task does not use: a pooler, or a head of pre-training.
+
+    The encoder's tensors carry its prefix where the file was saved with a head, and then a head's do not; in the
+    file of a bare encoder the module's name tells."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    if name.removeprefix(prefix).split(".")[0] in HEADS:
+        return True
     names = open_checkpoint(folder).names()
     return prefix != "." and not name.startswith(prefix) and any(other.startswith(prefix) for other in names)
 
 
-def load_exactly(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:
-    """Put the checkpoint's tensors into a freshly built model; every name and shape must match."""
-    state = checkpoint.state()
+def load_exactly(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Put a checkpoint's tensors into a freshly built model; every name and shape must match."""
     wanted = model.state_dict()
     odd = sorted(set(state) ^ set(wanted))
     if odd:
@@ -234,10 +277,10 @@ def load_exactly(model: nn.Module, checkpoint: Checkpoint, folder: Path) -> None
 
 
 def load_tokenizer(home: Home) -> Any:
-    """The folder's tokenizer, padding on the right; a missing pad token borrows the end token."""
+    """The model's tokenizer, padding on the right; a missing pad token borrows the end token."""
     from transformers import AutoTokenizer
 
-    folder = home.folder
+    folder = home.tokenizer
     with quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(

@@ -16,6 +16,8 @@ from gradfix.tasks.base import Batch, Bound, Example, Prompts, Task
 from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate, quiet_transformers
 
 LONGEST = 512  # tokens, where neither the user nor the model says otherwise
+UNLIMITED = 10**6  # tokenizers write an absurd number where they know no limit
+LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 LOSSES = ("mean", "sum")
 
 
@@ -30,17 +32,41 @@ def column(examples: Sequence[Example], name: str) -> list[Any]:
     return [example[name] for example in examples]
 
 
-def tokenise(tokenizer: Any, examples: Sequence[Example], max_length: int, model: Any) -> Batch:
+class TokenLimit:
+    """How many tokens a text may have, and which of the texts seen so far had more."""
+
+    def __init__(self, length: int, what: str = "texts") -> None:
+        self.length, self.what = length, what
+        self._seen: set[int] = set()
+        self._cut: set[int] = set()
+
+    def saw(self, text: object, cut: bool) -> None:
+        key = hash(text)
+        self._seen.add(key)
+        if cut:
+            self._cut.add(key)
+
+    def count(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, width: int) -> None:
+        """Look at texts that became `width` tokens wide; only those that fill the limit are measured again."""
+        lengths = [0] * len(texts)
+        if width >= self.length:
+            with quiet_transformers():  # it would warn of what is counted here
+                lengths = [len(row) for row in tokenizer(texts, pairs)["input_ids"]]
+        for place, length in enumerate(lengths):
+            self.saw((texts[place], pairs[place] if pairs else None), length > self.length)
+
+    def notes(self) -> tuple[str, ...]:
+        if not self._cut:
+            return ()
+        return (f"{len(self._cut)} of {len(self._seen)} {self.what} were cut at {self.length} tokens",)
+
+
+def tokenise(tokenizer: Any, examples: Sequence[Example], limit: TokenLimit, model: Any) -> Batch:
     """Texts, or pairs of texts, padded to the longest of the batch on the right; the mask hides the padding."""
-    pairs = [example.get("text_pair") for example in examples]
-    tokens = tokenizer(
-        column(examples, "text"),
-        column(examples, "text_pair") if any(pairs) else None,
-        padding=True,
-        truncation=True,
-        max_length=max_length,
-        return_tensors="pt",
-    )
+    texts = column(examples, "text")
+    pairs = column(examples, "text_pair") if any(e.get("text_pair") for e in examples) else None
+    tokens = tokenizer(texts, pairs, padding=True, truncation=True, max_length=limit.length, return_tensors="pt")
+    limit.count(tokenizer, texts, pairs, tokens["input_ids"].shape[1])
     refuse_foreign_tokens(tokens["input_ids"], tokenizer, model)
     device = next(model.parameters()).device
     return {name: tensor.to(device) for name, tensor in tokens.items()}
@@ -70,11 +96,26 @@ def refuse_foreign_tokens(ids: Tensor, tokenizer: Any, model: Any) -> None:
         )
 
 
-def longest(asked: int | None, tokenizer: Any, config: Any) -> int:
-    """How many tokens a text may have: the asked-for number, within what the model can hold."""
-    held = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    limits = [limit for limit in (tokenizer.model_max_length, held) if limit and limit < 10**6]
-    return min([asked or LONGEST, *limits])
+def longest(asked: int | None, tokenizer: Any, model: Any) -> int:
+    """How many tokens a text may have: the asked-for number, or what the model itself can hold, whichever is less."""
+    limits = [limit for limit in (tokenizer.model_max_length, *_positions(model)) if 0 < limit < UNLIMITED]
+    if asked is not None:
+        limits.append(asked)
+    return int(min(limits, default=LONGEST))
+
+
+def _positions(model: Any) -> list[int]:
+    """How many tokens the config and the embeddings of positions allow for."""
+    config = model.config
+    configs = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
+    told = [getattr(one, name, None) for one in configs for name in LIMITS]
+    found = [limit for limit in told if isinstance(limit, int)]
+    for name, module in model.named_modules():
+        # RoBERTa and its kin number positions from behind the padding token's.
+        shifted = name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        if shifted:
+            found.append(module.num_embeddings - module.padding_idx - 1)
+    return found
 
 
 def pad(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> Tensor:
@@ -95,7 +136,11 @@ class AnswerBound(Bound):
         self.labels, self.texts = list(labels), list(labels.values())
         self.reduction, self.scoring = loss, scoring
         self._index = {label: index for index, label in enumerate(self.labels)}
+        self.limit = TokenLimit(max_length)
         freeze_all_but(model, self.trainable())
+
+    def cuts(self) -> tuple[str, ...]:
+        return self.limit.notes()
 
 
 class AnswerTask(Task):
@@ -124,17 +169,18 @@ class AnswerTask(Task):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> Any:
-        """Load a model. Its answers are its own words; `head_from` is only the base of a LoRA adapter."""
+        """Load a model. Its answers are its own words; `head_from` is only another name for `base`."""
         import transformers
 
-        trust = self.trust_remote_code
-        home = locate(source, head_from, dtype=dtype, device=device, trust_remote_code=trust)
+        under = head_from if base is None else base
+        home = locate(source, under, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
         tokenizer = load_tokenizer(home)
         loaded = load_pretrained(getattr(transformers, self.loader), home)
-        length = longest(self.max_length, tokenizer, loaded.model.config)
+        length = longest(self.max_length, tokenizer, loaded.model)
         bound = type(self).bound(loaded.model, tokenizer, self.texts, self.loss, self.scoring, length)
-        bound.source, bound.notes = home.adapter or home.folder, loaded.notes
+        bound.source, bound.notes = home.source, loaded.notes
         return bound
 
 

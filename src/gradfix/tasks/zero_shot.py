@@ -50,6 +50,12 @@ class ZeroShotBound(ClosedSet):
     def trainable(self) -> list[str]:
         return self.encoder.trainable()
 
+    def unmoved(self) -> frozenset[str]:
+        return self.encoder.unmoved()
+
+    def cuts(self) -> tuple[str, ...]:
+        return tuple(note for limit in self.encoder.limits for note in limit.notes())
+
     def asked(self) -> str:
         return settings_of(self, self.encoder)
 
@@ -69,7 +75,8 @@ class ZeroShot(Task):
     """Text encoders, Hugging Face CLIP and SigLIP, open_clip.
 
     `templates` wrap every prompt ("a photo of a {}."); `scale` replaces the family's own. `pooling` and
-    `max_length` are for text encoders; `architecture` names the model of a bare open_clip weights file."""
+    `max_length` are for text encoders and by default the model's own: what its folder says, else the mean over the
+    tokens, and as many tokens as it takes. `architecture` names the model of a bare open_clip weights file."""
 
     def __init__(
         self,
@@ -77,8 +84,8 @@ class ZeroShot(Task):
         *,
         templates: Sequence[str] = (),
         scale: float | None = None,
-        pooling: str = "mean",
-        max_length: int = 64,
+        pooling: str | None = None,
+        max_length: int | None = None,
         architecture: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
@@ -97,8 +104,9 @@ class ZeroShot(Task):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         head_from: str | os.PathLike[str] | None = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> ZeroShotBound:
-        encoder = self._encoder(source, dtype, device, head_from)
+        encoder = self._encoder(source, dtype, device, head_from if base is None else base)
         saved = _head_file(source)
         if saved is not None:
             head, scale, prompts = self._read_head(saved)
@@ -106,7 +114,7 @@ class ZeroShot(Task):
         else:
             other = encoder
             if head_from is not None and resolve(head_from) != resolve(source):
-                other = self._encoder(head_from, dtype, device)
+                other = self._encoder(head_from, dtype, device, base)
             bound = ZeroShotBound(encoder, self._head(other), self.prompts, self.scale or other.scale)
         bound.source = resolve(source)
         return bound
@@ -119,7 +127,8 @@ class ZeroShot(Task):
         base: str | os.PathLike[str] | None = None,
     ) -> Encoder:
         path = resolve(source)
-        if path.is_file() or is_open_clip(path):
+        beside = base is not None and (resolve(base) / "config.json").is_file()
+        if is_open_clip(path) or (path.is_file() and not beside):
             architecture, tag = open_clip_source(os.fspath(source), self.architecture)
             return OpenClip(path, dtype, device, architecture=architecture, tag=tag)
         home = locate(source, base, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)

@@ -38,7 +38,9 @@ class TaskVector(Mapping[str, Tensor]):
         Where the target has another shape: in the weights of its base, under their own names."""
         if trio.apart is not None:
             return cls.own(trio)
-        shared = {name: name for name in trio.base.names() if name in trio.tuned and name in trio.target}
+        heads = set(trio.heads)
+        names = [name for name in trio.base.names() if name not in heads]
+        shared = {name: name for name in names if name in trio.tuned and name in trio.target}
         return cls.between(Renamed(trio.base, shared), Renamed(trio.tuned, shared))
 
     @classmethod

@@ -1,0 +1,144 @@
+"""What a sentence-transformers folder says about its encoder: pooling, length, prompt.
+
+`modules.json` lists the modules behind the transformer. Pooling is read from the folder, so that a CLS model is
+never averaged in silence; a module that would change the vectors and is not known here is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfix.errors import CorruptInput, UsageError
+from gradfix.registry import unknown
+from gradfix.tasks.loading import read_json
+from gradfix.tasks.reading import masked_mean
+
+MODULES = "modules.json"
+# Old folders have one flag per pooling, new ones a word.
+FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+POOLINGS = ("mean", "cls", "max", "mean_sqrt_len", "weightedmean", "lasttoken")
+WITHOUT_EFFECT = ("Transformer", "Normalize")  # cosines are taken of normalised vectors anyway
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """How texts become vectors. Several poolings, joined by "+", give the vectors one behind the other.
+
+    A `prompt` is put before every text; it counts in the pooling unless `include_prompt` is off."""
+
+    pooling: str = "mean"
+    max_length: int | None = None
+    lower: bool = False
+    prompt: str = ""
+    include_prompt: bool = True
+
+
+def read_sentences(folder: Path, pooling: str | None) -> Sentences:
+    """The folder's own settings, or the mean where it has none; `pooling` replaces what the folder says."""
+    for word in (pooling or "mean").split("+"):
+        if word not in POOLINGS:
+            raise UsageError(unknown("pooling", word, list(POOLINGS)))
+    if not (folder / MODULES).is_file():
+        return Sentences(pooling or "mean")
+    about = _optional(folder / "sentence_bert_config.json")
+    length = about.get("max_seq_length")
+    pooled, include = _pooling(folder, pooling)
+    return Sentences(
+        pooled,
+        length if isinstance(length, int) and length > 0 else None,
+        about.get("do_lower_case") is True,
+        _default_prompt(folder),
+        include,
+    )
+
+
+def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """One vector per text. Sums are taken in float32 or better: many half-precision vectors would lose bits."""
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    return torch.cat([_pooled(hidden, wide, mask, word) for word in pooling.split("+")], dim=-1)
+
+
+def _pooled(hidden: Tensor, wide: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    places = torch.arange(mask.shape[1], device=mask.device)
+    shown = mask.bool()
+    if pooling == "cls":
+        return hidden[:, 0]
+    if pooling == "lasttoken":
+        last = torch.where(shown, places, 0).max(1).values
+        return hidden[torch.arange(len(hidden), device=mask.device), last]
+    if pooling == "max":
+        return wide.masked_fill(~shown.unsqueeze(-1), float("-inf")).max(1).values
+    if pooling == "weightedmean":
+        return masked_mean(wide, mask * (places + 1))
+    mean = masked_mean(wide, mask)
+    return mean if pooling == "mean" else mean * mask.sum(1, keepdim=True).to(wide.dtype).sqrt()
+
+
+def _pooling(folder: Path, asked: str | None) -> tuple[str, bool]:
+    """The pooling by the folder's own config, and whether a prompt counts in it."""
+    found, include, strange = None, True, None
+    for kind, path in _modules(folder):
+        if kind == "Pooling":
+            config = read_json(path / "config.json")
+            found, include = _word(config, path, asked), config.get("include_prompt") is not False
+        elif kind not in WITHOUT_EFFECT:
+            strange = kind
+    if asked is not None:
+        return asked, include
+    if strange is not None or found is None:
+        what = f"a module {strange!r} behind its pooling" if strange else "no pooling module"
+        raise UsageError(
+            f"{folder} is a sentence-transformers model with {what}, which gradfix cannot follow. Give --pooling "
+            f"({', '.join(POOLINGS)}) to use the encoder without it."
+        )
+    return found, include
+
+
+def _word(config: dict[str, Any], path: Path, asked: str | None) -> str | None:
+    """The pooling of a module's config; one that is not known is refused unless another was asked for."""
+    word = config.get("pooling_mode")
+    words = [word] if isinstance(word, str) else list(word) if isinstance(word, list) else []
+    words = [str(one).removesuffix("_tokens") for one in words]
+    flags = [name for name, on in config.items() if name.startswith("pooling_mode_") and on is True]
+    words += [FLAGS.get(name, name) for name in sorted(flags, key=[*FLAGS, *flags].index)]
+    odd = [one for one in words if one not in POOLINGS]
+    if odd and asked is None:
+        raise UsageError(
+            f"{path / 'config.json'} asks for the pooling {odd[0]!r}, which gradfix does not know. "
+            f"Give --pooling ({', '.join(POOLINGS)})."
+        )
+    return "+".join(words) or None
+
+
+def _modules(folder: Path) -> list[tuple[str, Path]]:
+    """Kind and folder of each module, in order."""
+    try:
+        listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+        return [(str(one["type"]).rsplit(".", 1)[-1], folder / str(one["path"])) for one in listed]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptInput(
+            f"{folder / MODULES} is no list of modules ({type(error).__name__}); copy it from the model again."
+        ) from None
+
+
+def _default_prompt(folder: Path) -> str:
+    """What sentence-transformers puts before every text when it is told nothing else."""
+    about = _optional(folder / "config_sentence_transformers.json")
+    prompts, name = about.get("prompts"), about.get("default_prompt_name")
+    return str(prompts[name] or "") if isinstance(prompts, dict) and name in prompts else ""
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
