@@ -74,7 +74,7 @@ def test_one_command_reaches_every_shape(world: Path, tmp_path: Path, target: st
     assert ("another_shape" in manifest["details"]) == (target != "same")
     model = hf.AutoModel.from_pretrained(tmp_path / "out")
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert result.after is not None
+    assert result.test_after is not None
     if method == "best":
         assert manifest["details"]["start"] in ("none", "plain", "coordinates")
         assert "coordinates" in manifest["details"]["starts"]
@@ -114,7 +114,7 @@ def test_inspect_says_what_answers_to_what(world: Path) -> None:
 def test_the_teacher_alone_needs_no_labels(world: Path, tmp_path: Path) -> None:
     more = str(world / "more.jsonl")
     result = run_transport(asked(world, "deeper", tmp_path / "out", method="best", shots=0, unlabelled=more))
-    assert result.loss_before is None
+    assert result.fewshot_loss_before is None
     assert (tmp_path / "out" / "model.safetensors").exists()
     with pytest.raises(UsageError, match="--shots 0 is for --method best"):
         run_transport(asked(world, "deeper", tmp_path / "two", method="best", shots=0))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gradfix.checkpoints.matched import match_prefix
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.trio import Trio, check_pair
@@ -45,8 +46,9 @@ class TaskVector(Mapping[str, Tensor]):
 
     @classmethod
     def own(cls, trio: Trio) -> TaskVector:
-        """What the fine-tune changed in its base, in the names and the order of that base."""
-        base, tuned = trio.sources["base"], trio.sources["tuned"]
+        """What the fine-tune changed in its base, in its own names and order."""
+        tuned = trio.sources["tuned"]
+        base = match_prefix(trio.sources["base"], tuned)
         shared = {name: name for name in base.names() if name in tuned}
         return cls.between(Renamed(base, shared), Renamed(tuned, shared))
 
