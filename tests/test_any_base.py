@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.comparison import compare
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
+from tests.adapters import load, train_adapter
 from tests.tiny import _BERT, TEXT_LABELS, save_tiny, save_tokenizer, toy_texts, write_rows
 
 LABELS = {label: label for label in TEXT_LABELS}
@@ -135,9 +137,8 @@ def test_tiny_family_is_still_one_shape(tmp_path: Path) -> None:
 
 
 def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
-    model = load(world / "base", "encoder")
-    train_adapter(model, tmp_path / "adapter")
-    config = asked(world, "wider", tmp_path / "out", method="best", tuned=str(tmp_path / "adapter"))
-    run_transport(config)
+    train_adapter(load(world / "base", ""), tmp_path / "adapter", target_modules=["query", "value"])
+    config = asked(world, "wider", tmp_path / "out", method="best")
+    run_transport(replace(config, tuned=str(tmp_path / "adapter")))
     manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
     assert "coordinates" in manifest["details"]["starts"]
