@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +135,8 @@ def test_tiny_family_is_still_one_shape(tmp_path: Path) -> None:
 
 
 def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
-    model = load(world / "base", "encoder")
-    train_adapter(model, tmp_path / "adapter")
-    config = asked(world, "wider", tmp_path / "out", method="best", tuned=str(tmp_path / "adapter"))
-    run_transport(config)
+    train_adapter(load(world / "base", ""), tmp_path / "adapter", target_modules=["query", "value"])
+    config = asked(world, "wider", tmp_path / "out", method="best")
+    run_transport(replace(config, tuned=str(tmp_path / "adapter")))
     manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
     assert "coordinates" in manifest["details"]["starts"]

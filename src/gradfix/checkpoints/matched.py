@@ -290,7 +290,7 @@ def another_shape(base: Checkpoint, target: Checkpoint) -> str | None:
     for name in shared:
         before, after = base.info(name).shape, target.info(name).shape
         if LAYER.match(name) and len(before) == len(after) == 2 and before != after:
-            return f"{name!r} is {list(after)} instead of {list(before)}"
+            return f"{name!r} is {list(before)} in {base} and {list(after)} in {target}"
     return _another_vocabulary(base, target)
 
 

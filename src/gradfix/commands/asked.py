@@ -23,6 +23,10 @@ DIALS = ("mask", "margin", "alpha", "vote", "votes")
 FIXED = ("mask", "vote", "align")  # what the name of a masking method stands for
 VOTED = ("direction", "votes")  # what a mask that asks the target's votes sees
 READERS = {"margin": ("votes",), "vote": VOTED, "votes": VOTED}  # which masks read an option, by what they see
+NO_SHOTS = (
+    "0 examples per class is no few-shot set; give 1 or more. --shots 0 is for --method best with --unlabelled: "
+    "the old fine-tune alone is learned from."
+)
 WORDS = {"vote": ["majority", "mean"], "head": ["error", "copy", "skip"]}
 
 
@@ -52,7 +56,7 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
     name = name or config.method or (SPELLED if given(config).keys() & set(DIALS) else DEFAULT)
     if name == SPELLED:
         if config.shots == 0:
-            raise UsageError("--shots 0 is for --method best with --unlabelled: a mask needs votes.")
+            raise UsageError(NO_SHOTS)
         run = _masked(config, PAPER)
         known = next((n for n, m in METHODS.items() if m.run == replace(run, alpha=None, margin=None)), None)
         if known is not None:
@@ -66,7 +70,7 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
             raise UsageError(f"--method {name} has no --unlabelled: leave it out.")
         config = replace(config, unlabelled=None)  # it was for a verdict that might have been best
     if config.shots == 0 and (method.traits.labels or config.unlabelled is None):
-        raise UsageError("--shots 0 is for --method best with --unlabelled: the old fine-tune alone is learned from.")
+        raise UsageError(NO_SHOTS)
     if not isinstance(method.run, Masked) or method.run.noise:
         for dial in given(config).keys() & set(DIALS):
             raise UsageError(f"--method {name} has no --{dial}: leave it out.")

@@ -162,7 +162,6 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
         if trio.apart is not None:
             found.correspondence = _answering(opened["base"], target)
             found.notes.append(f"another shape: {trio.apart}. {ACROSS}")
-            return
         found.plan = {
             "transported": len(trio.moved),
             "copied": len(trio.copied),

@@ -119,7 +119,8 @@ def draw(start: Prepared, options: ShotOptions, validation: str | None = None, b
         raise DataError(
             f"{start.dataset.source} has only a test split; examples are drawn from train. Add a train file."
         )
-    indices = _pick(start, options, pool, base) if options.shots else []
+    teacher_alone = options.shots == 0 and getattr(options, "unlabelled", None) is not None
+    indices = [] if teacher_alone else _pick(start, options, pool, base)
     fewshot = [pool[index] for index in indices]
     held = validation_rows(start, validation)
     test = start.dataset.splits.get("test")
