@@ -11,7 +11,7 @@ from __future__ import annotations
 import filecmp
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json",
 )  # fmt: skip
 LEAST_SHARED = 0.5
+LAYER = re.compile(r"^(?P<before>.*?(layers?|blocks?|h|resblocks|transformer\.layer))\.(?P<i>\d+)\.(?P<inside>.+)$")
 
 
 def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:
@@ -255,3 +256,13 @@ def _fast_vocabulary(file: Path) -> dict[str, int]:
     except Exception as error:  # the library raises bare Exception for every malformed file
         reason = " ".join(str(error).split())[:120]
         raise CorruptInput(f"{file} is not a readable tokenizer ({reason}). Download it again.") from None
+
+
+def depths(names: Iterable[str]) -> dict[str, int]:
+    """Number of layers by the name before the layer's number."""
+    found: dict[str, int] = {}
+    for name in names:
+        match = LAYER.match(name)
+        if match is not None:
+            found[match["before"]] = max(found.get(match["before"], 0), int(match["i"]) + 1)
+    return found

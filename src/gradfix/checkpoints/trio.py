@@ -23,7 +23,7 @@ from gradfix.checkpoints.kinds import (
     same_bytes,
     stored_copies,
 )
-from gradfix.checkpoints.matched import TOKEN_TABLE, match_prefix, match_vocabulary
+from gradfix.checkpoints.matched import TOKEN_TABLE, depths, match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
@@ -120,6 +120,7 @@ class Trio:
         self.sources, self.given, self.head = dict(sources), dict(given), head
         self.target = self.sources["target"]
         base, tuned = (match_prefix(self.sources[role], self.target) for role in ("base", "tuned"))
+        _refuse_other_depth(base, self.target)
         self.base, self.tuned, self.vocabulary = match_vocabulary(base, tuned, self.target)
         self.fates = _Account(self.base, self.tuned, self.target).fates(head, strict).leaving(leave)
         self.moved, self.tied = self.fates.moved, self.fates.tied
@@ -324,6 +325,17 @@ def _buffers(*checkpoints: Checkpoint) -> set[str]:
 def _unrepeated(checkpoint: Checkpoint, names: set[str], originals: Iterable[str]) -> list[str]:
     """The names that are no copies of one of the originals."""
     return sorted(names - set(repeated(checkpoint, sorted(names), originals)))
+
+
+def _refuse_other_depth(base: Checkpoint, target: Checkpoint) -> None:
+    """Layers with one number do not answer to each other where there are more of them on one side."""
+    ours, theirs = depths(base.names()), depths(target.names())
+    for stack, count in ours.items():
+        if theirs.get(stack, count) != count:
+            raise IncompatibleCheckpoints(
+                f"{target} has {theirs[stack]} layers under {stack!r} and {base} has {count}: layers are matched by number, "
+                "and these do not answer to each other. Choose a target with as many layers as the base."
+            )
 
 
 def _refuse_unshared(names: list[str]) -> None:
