@@ -77,12 +77,7 @@ class TextEncoder(Encoder):
     In a sentence-transformers folder pooling, length and default prompt are the folder's own unless given."""
 
     def __init__(
-        self,
-        home: Home,
-        *,
-        pooling: str | None = None,
-        max_length: int | None = None,
-        base: Path | None = None,
+        self, home: Home, *, pooling: str | None = None, max_length: int | None = None, base: Path | None = None
     ) -> None:
         from transformers import AutoModel
 
