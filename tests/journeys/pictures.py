@@ -71,7 +71,7 @@ def pictures(folder: Path, class_name: str, model_type: str, labels: tuple[str, 
         model,
         lambda: model(pixel_values=pixels["pixel_values"], labels=answers).loss,
         steps=25,
-        lr=3e-3 if "resnet" in model_type else 5e-3,
+        lr=3e-3 if model_type in ("resnet", "deit") else 5e-3,
         settled="resnet" in model_type,
     )
     model.save_pretrained(folder / "tuned")

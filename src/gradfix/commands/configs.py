@@ -70,8 +70,10 @@ class DataOptions:
     text_column: tuple[str, ...] = option("Column(s) that hold the text.", ())
     text_template: str | None = option("Build the text from columns: '{premise} therefore {hypothesis}'.")
     image_column: str | None = option("Column that holds the image.")
-    pooling: str | None = option("Text encoders: mean or cls.")
-    max_length: int | None = option("Longest text in tokens.", least=1)
+    pooling: str | None = option(
+        "Text encoders: mean, cls, max, ... (default: what a sentence-transformers folder says, else mean)."
+    )
+    max_length: int | None = option("Longest text in tokens (default: what the model takes).", least=1)
     templates: tuple[str, ...] = option("Zero-shot: wrap every prompt, e.g. 'a photo of a {}.'.", ())
     architecture: str | None = option("open_clip: the architecture of a bare weights file, e.g. ViT-B-16.")
     scoring: str | None = option("seq2seq and causal: likelihood, generate or (causal) exact.")
@@ -196,7 +198,9 @@ class EvaluateConfig(DataOptions):
 
     model: str = option("Checkpoint to score.", required=True)
     split: str = option("Split to score on.", "test")
-    head_from: str | None = option("Zero-shot: pre-trained checkpoint whose frozen head is used.")
+    head_from: str | None = option(
+        "Zero-shot: pre-trained checkpoint whose frozen head is used. Adapters: the base they are put on."
+    )
     auto_batch: bool = option(AUTO_BATCH, False)
 
 

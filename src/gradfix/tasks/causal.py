@@ -72,7 +72,7 @@ class CausalBound(AnswerBound):
             # Without a first token nothing predicts the answer's beginning.
             asked = [self._first_token(example, index)]
         room = self.max_length - len(said)
-        self.window.saw(prompt, len(asked) > room)
+        self.limit.saw(prompt, len(asked) > room)
         return asked[-room:], said
 
     def _first_token(self, example: Example, index: int) -> int:

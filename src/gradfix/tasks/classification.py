@@ -55,7 +55,7 @@ class ClassificationBound(ClosedSet):
         return settings_of(self, self.classifier)
 
     def cuts(self) -> tuple[str, ...]:
-        return self.classifier.window.notes() if self.classifier.window is not None else ()
+        return self.classifier.limit.notes() if self.classifier.limit is not None else ()
 
     def save_extras(self, folder: Path) -> None:
         self.classifier.save_config(folder)

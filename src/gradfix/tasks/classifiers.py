@@ -26,7 +26,7 @@ from gradfix.tasks.loading import (
     load_tokenizer,
     read_json,
 )
-from gradfix.tasks.reading import Window, column, longest, masked_mean, processed, tokenise
+from gradfix.tasks.reading import TokenLimit, column, longest, masked_mean, processed, tokenise
 
 
 class Classifier(ABC):
@@ -36,7 +36,7 @@ class Classifier(ABC):
     names: list[str]  # the head's classes in order
     notes: list[str]
     origin: str = OWN  # whose head it is: the checkpoint's own, lent or new
-    window: Window | None = None
+    limit: TokenLimit | None = None
 
     @abstractmethod
     def inputs(self, examples: Sequence[Example]) -> Batch: ...
@@ -71,15 +71,15 @@ class HuggingFaceClassifier(Classifier):
         else:
             self.tokenizer = load_tokenizer(home)
             self.max_length = longest(options.max_length, self.tokenizer, self.model)
-            self.window = Window(self.max_length)
+            self.limit = TokenLimit(self.max_length)
             if config.pad_token_id is None:
                 # decoders look for the last real token with it
                 config.pad_token_id = self.tokenizer.pad_token_id
         self.names = class_names(config)
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        if self.window is not None:
-            return tokenise(self.tokenizer, examples, self.window, self.model)
+        if self.limit is not None:
+            return tokenise(self.tokenizer, examples, self.limit, self.model)
         return processed(self.processor, examples, self.model)
 
     def _shown(self, batch: Batch) -> Batch:

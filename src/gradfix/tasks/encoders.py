@@ -39,7 +39,7 @@ from gradfix.tasks.loading import (
     quiet_transformers,
     read_json,
 )
-from gradfix.tasks.reading import Window, column, longest, processed, tokenise
+from gradfix.tasks.reading import TokenLimit, column, longest, processed, tokenise
 from gradfix.tasks.sentences import pool, read_sentences
 
 TEXT_SCALE = 20.0
@@ -52,7 +52,7 @@ class Encoder(ABC):
     model: Any  # an nn.Module with its family's own methods
     scale: float
     notes: list[str]
-    windows: Sequence[Window] = ()
+    limits: Sequence[TokenLimit] = ()
 
     @abstractmethod
     def inputs(self, examples: Sequence[Example]) -> Batch:
@@ -94,7 +94,7 @@ class TextEncoder(Encoder):
         self.max_length = longest(
             own.max_length if max_length is None else max_length, self.tokenizer, self.model
         )
-        self.windows = [Window(self.max_length), Window(self.max_length, "label prompts")]
+        self.limits = [TokenLimit(self.max_length), TokenLimit(self.max_length, "label prompts")]
         if self.model.config.is_encoder_decoder:
             raise UsageError(f"{home} is an encoder-decoder; use --task seq2seq for it.")
         self._hidden = 0 if own.include_prompt else self._prompt_tokens()
@@ -108,14 +108,14 @@ class TextEncoder(Encoder):
         return len(tokens) - closed
 
     def inputs(self, examples: Sequence[Example]) -> Batch:
-        return self._tokens(examples, self.windows[0])
+        return self._tokens(examples, self.limits[0])
 
-    def _tokens(self, examples: Sequence[Example], window: Window) -> Batch:
+    def _tokens(self, examples: Sequence[Example], limit: TokenLimit) -> Batch:
         if self.prompt or self.lower:
             texts = [f"{self.prompt}{text}" for text in column(examples, "text")]
             texts = [text.lower() if self.lower else text for text in texts]
             examples = [{**example, "text": text} for example, text in zip(examples, texts, strict=True)]
-        return tokenise(self.tokenizer, examples, window, self.model)
+        return tokenise(self.tokenizer, examples, limit, self.model)
 
     def embed(self, model: Any, batch: Batch) -> Tensor:
         inputs = {name: batch[name] for name in self.tokenizer.model_input_names if name in batch}
@@ -128,7 +128,7 @@ class TextEncoder(Encoder):
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:
         with torch.no_grad():
             return self.embed(
-                self.model, self._tokens([{"text": prompt} for prompt in prompts], self.windows[1])
+                self.model, self._tokens([{"text": prompt} for prompt in prompts], self.limits[1])
             )
 
     def trainable(self) -> list[str]:
@@ -145,7 +145,7 @@ class TwoTowers(Encoder):
         loaded = load_pretrained(AutoModel, home)
         self.model, self.notes = loaded.model, loaded.notes
         self.max_length = int(self.model.config.text_config.max_position_embeddings)
-        self.windows = [Window(self.max_length, "label prompts")]
+        self.limits = [TokenLimit(self.max_length, "label prompts")]
         self.siglip = "siglip" in self.model.config.model_type
         self.scale = float(self.model.logit_scale.detach().double().exp())
 
@@ -164,7 +164,7 @@ class TwoTowers(Encoder):
             max_length=self.max_length,
             return_tensors="pt",
         )
-        self.windows[0].count(self.tokenizer, list(prompts), None, tokens["input_ids"].shape[1])
+        self.limits[0].count(self.tokenizer, list(prompts), None, tokens["input_ids"].shape[1])
         device = next(self.model.parameters()).device
         inputs = {"input_ids": tokens["input_ids"].to(device)}
         if not self.siglip:

@@ -52,6 +52,8 @@ def load_with_head(auto: Any, home: Home, options: HeadOptions) -> Headed:
     ):
         return _renewed(auto, home, options.labels, options.new_head)
     _refuse_lost_pooler(home, loaded)
+    if loaded.missing and options.lender is not None:
+        raise _headless(home, options.lender)
     if loaded.missing:
         raise IncompatibleCheckpoints(
             f"{home} has no classification head (no {loaded.missing[0]!r}). Give a checkpoint that has one "
@@ -133,6 +135,10 @@ def _refuse_lost_pooler(home: Home, loaded: Loaded) -> None:
     )
 
 
+def _headless(home: Home, lender: Home) -> IncompatibleCheckpoints:
+    return IncompatibleCheckpoints(f"neither {home} nor {lender} has a classification head.")
+
+
 def _classes(names: Mapping[int, str]) -> dict[str, Any]:
     return {"id2label": dict(names), "label2id": {name: index for index, name in names.items()}}
 
@@ -141,7 +147,7 @@ def _borrowed(auto: Any, home: Home, source: Home, lender: Loaded) -> Headed:
     """The checkpoint with the lender's head, and with its pooler where the checkpoint has none."""
     _refuse_lost_pooler(source, lender)
     if lender.missing:
-        raise IncompatibleCheckpoints(f"neither {home} nor {source} has a classification head.")
+        raise _headless(home, source)
     loaded = load_partly(auto, home, **_classes(lender.model.config.id2label))
     theirs, ours = dict(lender.model.named_parameters()), dict(loaded.model.named_parameters())
     with torch.no_grad():

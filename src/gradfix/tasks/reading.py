@@ -39,7 +39,7 @@ def column(examples: Sequence[Example], name: str) -> list[Any]:
     return [example[name] for example in examples]
 
 
-class Window:
+class TokenLimit:
     """How many tokens a text may have, and which of the texts seen so far had more."""
 
     def __init__(self, length: int, what: str = "texts") -> None:
@@ -54,7 +54,7 @@ class Window:
             self._cut.add(key)
 
     def count(self, tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None, width: int) -> None:
-        """Look at texts that became `width` tokens wide; only those that fill the window are measured again."""
+        """Look at texts that became `width` tokens wide; only those that fill the limit are measured again."""
         lengths = [0] * len(texts)
         if width >= self.length:
             with quiet_transformers():  # it would warn of what is counted here
@@ -68,14 +68,14 @@ class Window:
         return (f"{len(self._cut)} of {len(self._seen)} {self.what} were cut at {self.length} tokens",)
 
 
-def tokenise(tokenizer: Any, examples: Sequence[Example], window: Window, model: Any) -> Batch:
+def tokenise(tokenizer: Any, examples: Sequence[Example], limit: TokenLimit, model: Any) -> Batch:
     """Texts, or pairs of texts, padded to the longest of the batch on the right; the mask hides the padding."""
     texts = column(examples, "text")
     pairs = column(examples, "text_pair") if any(e.get("text_pair") for e in examples) else None
     tokens = tokenizer(
-        texts, pairs, padding=True, truncation=True, max_length=window.length, return_tensors="pt"
+        texts, pairs, padding=True, truncation=True, max_length=limit.length, return_tensors="pt"
     )
-    window.count(tokenizer, texts, pairs, tokens["input_ids"].shape[1])
+    limit.count(tokenizer, texts, pairs, tokens["input_ids"].shape[1])
     refuse_foreign_tokens(tokens["input_ids"], tokenizer, model)
     device = next(model.parameters()).device
     return {name: tensor.to(device) for name, tensor in tokens.items()}
@@ -148,11 +148,11 @@ class AnswerBound(Bound):
         self.labels, self.texts = list(labels), list(labels.values())
         self.reduction, self.scoring = loss, scoring
         self._index = {label: index for index, label in enumerate(self.labels)}
-        self.window = Window(max_length)
+        self.limit = TokenLimit(max_length)
         freeze_all_but(model, self.trainable())
 
     def cuts(self) -> tuple[str, ...]:
-        return self.window.notes()
+        return self.limit.notes()
 
 
 class AnswerTask(Task):

@@ -31,7 +31,7 @@ class Seq2SeqBound(AnswerBound):
     def collate(self, examples: Sequence[Example]) -> Batch:
         device = self._answers.device
         answers = label_indices(examples, self._index)
-        tokens = tokenise(self.tokenizer, examples, self.window, self.model)
+        tokens = tokenise(self.tokenizer, examples, self.limit, self.model)
         return {
             "input_ids": tokens["input_ids"],
             "attention_mask": tokens["attention_mask"],

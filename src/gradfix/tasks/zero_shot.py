@@ -63,7 +63,7 @@ class ZeroShotBound(ClosedSet):
         return self.encoder.unmoved()
 
     def cuts(self) -> tuple[str, ...]:
-        return tuple(note for window in self.encoder.windows for note in window.notes())
+        return tuple(note for limit in self.encoder.limits for note in limit.notes())
 
     def asked(self) -> str:
         return settings_of(self, self.encoder)
