@@ -164,6 +164,18 @@ def test_a_page_without_extras_still_renders():
     assert "Ship gradfix" in page
 
 
+def test_exact_match_is_not_called_accuracy():
+    rows = [
+        row(name, score, score, seed=0, pair=None) | {"measure": "exact match"}
+        for name, score in (("zero_shot", 20), ("gradfix", 30))
+    ]
+    found = Results.build(rows, versions={})
+    assert "test exact match 30.0%" in found.verdict["text"] and "exact match" in found.table()[0]
+    page, text = render_html(found), to_markdown(found)
+    assert "Test exact match" in page and "Test accuracy" not in page
+    assert "| exact match |" in text and "accuracy" not in text
+
+
 def test_report_is_deterministic_and_written_with_markdown(tmp_path):
     path = write_report(results(), tmp_path / "r.html")
     assert path.read_text(encoding="utf-8") == render_html(results())
@@ -240,7 +252,11 @@ TRANSPORT = [
     [
         (["--alpha", "0.5"], "Alpha 0.5 was given", "hosen on the validation split"),
         (["--method", "few_shot"], "nothing of bert-old-reviews was moved", "moving the old fine-tune"),
-        (["--mask", "agree", "--validation", "none"], "score on held-out folds", "accuracy on held-out folds"),
+        (
+            ["--mask", "agree", "--validation", "none"],
+            "score on held-out folds",
+            "accuracy on held-out folds",
+        ),
         (["--vote", "mean"], "Mean vote", "Majority vote"),
     ],
 )

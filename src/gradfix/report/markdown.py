@@ -40,7 +40,7 @@ def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[
         f"{verdict['shots']} labelled examples per class, {verdict['seeds']} "
         + ("seed" if verdict["seeds"] == 1 else "seeds"),
         "",
-        f"| method | held out | {measure_of(verdict)} | recovered | alpha | seconds | FLOPs |",
+        f"| method | held out | {safe(measure_of(verdict))} | recovered | alpha | seconds | FLOPs |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
