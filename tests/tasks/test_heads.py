@@ -142,6 +142,18 @@ def test_a_bare_file_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
         TASKS["classification"]({"negative": "", "positive": ""}).open(tmp_path / "tuned.pt", base=base)
 
 
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_an_adapted_pooler_that_no_file_holds_is_named(prefixed: bool, tmp_path: Path) -> None:
+    base = masked_lm(tmp_path / "base")
+    if not prefixed:
+        from transformers import BertModel
+
+        BertModel.from_pretrained(base, add_pooling_layer=False).save_pretrained(base)
+    adapter(tmp_path / "tuned", base, target_modules="all-linear")
+    with pytest.raises(IncompatibleCheckpoints, match=r"adapts the pooler.*random.*modules_to_save"):
+        open_checkpoint(tmp_path / "tuned", base=base)
+
+
 @pytest.mark.parametrize(("kind", "auto"), [("roberta", "text"), ("vit", "images")])
 def test_bare_encoders_with_a_pooler_take_a_head(kind: str, auto: str, tmp_path: Path) -> None:
     """Their classifiers have no pooler: that of the file is left aside, not taken for another model."""

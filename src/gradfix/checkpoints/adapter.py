@@ -40,6 +40,7 @@ def layer_names(base: Checkpoint, folder: Path, layers: list[str], full: list[st
     known = set(base.names())
     rename = _plain(layers or full, known) or _by_class(base, layers, known)
     if rename is None:
+        _refuse_lost_pooler(base, folder, layers, known)
         raise IncompatibleCheckpoints(_complaint(base, folder, layers, known))
     places = {layer: rename(layer) or "" for layer in layers}
     return places | {name: _full_name(rename, name) for name in full}
@@ -100,6 +101,17 @@ def _by_class(base: Checkpoint, layers: list[str], known: set[str]) -> Rename | 
         return None if found is None else on_disk[found]
 
     return rename
+
+
+def _refuse_lost_pooler(base: Checkpoint, folder: Path, layers: list[str], known: set[str]) -> None:
+    """Where all but the pooler is found, the pooler was drawn at random for the training, and nobody kept it."""
+    others = [layer for layer in layers if "pooler" not in layer.split(".")]
+    if 0 < len(others) < len(layers) and (_plain(others, known) or _by_class(base, others, known)):
+        lost = next(layer for layer in layers if layer not in others)
+        raise IncompatibleCheckpoints(
+            f"{folder} adapts the pooler ({lost!r}), which neither it nor {base} holds: it was drawn at random when the "
+            "adapter was trained and is lost. Train again with the pooler in modules_to_save, or save the merged model."
+        )
 
 
 def _complaint(base: Checkpoint, folder: Path, layers: list[str], known: set[str]) -> str:
