@@ -53,6 +53,19 @@ def test_the_folders_pooling_is_the_default(word: str, tmp_path: Path) -> None:
         assert not torch.allclose(expected, heads(plain))
 
 
+def test_a_fine_tune_without_the_files_is_pooled_as_its_base(tmp_path: Path) -> None:
+    base = sentence_folder(tmp_path / "base", flags("cls"))
+    tuned = save_tiny("bert", tmp_path / "tuned", seed=1)
+    with torch.no_grad():
+        vectors = []
+        for options in ({"head_from": base}, {"base": base}):
+            bound = TASKS["zero-shot"](LABELS).open(tuned, **options)
+            vectors.append(bound.features(bound.model, bound.collate(toy_texts(3))))
+        plain = TASKS["zero-shot"](LABELS, pooling="cls").open(tuned)  # type: ignore[call-arg]
+        expected = plain.features(plain.model, plain.collate(toy_texts(3)))
+    assert all(torch.equal(vector, expected) for vector in vectors)
+
+
 def test_poolings_do_what_their_names_say() -> None:
     hidden = torch.tensor([[[1.0, 4.0], [3.0, 2.0], [9.0, 9.0]]])
     mask = torch.tensor([[1, 1, 0]])

@@ -90,15 +90,15 @@ def _weight_name(path: Path, shards: int) -> str:
     return path.name if shards > 1 or path.name in known else "model.safetensors"
 
 
-def copy_side_files(target: Checkpoint, staging: Path, but: Sequence[str] = ()) -> None:
-    """Config, tokenizer and processor files of the target, `but` these; never its weights, code or hidden files.
+def copy_side_files(target: Checkpoint, staging: Path) -> None:
+    """Config, tokenizer and processor files of the target; never its weights, code or hidden files.
 
     The modules that sentence-transformers puts behind an encoder go along too, with their small weights."""
     if target.path is None or not target.path.is_dir():
         return
-    others = {*but, *(path.name for path in target.files)}
+    weights = {path.name for path in target.files}
     for path in sorted(target.path.iterdir()):
-        if path.name not in others and is_side_file(path):
+        if path.name not in weights and is_side_file(path):
             shutil.copyfile(path, staging / path.name)
     for module in _modules_behind(target.path):
         for path in sorted(module.rglob("*")):

@@ -103,9 +103,9 @@ def refuse_broken(loss: float | None, alpha: float, force: bool) -> list[str]:
     return [f"{text}."]
 
 
-def refuse_risen(before: float, after: float, held_out: bool, force: bool) -> list[str]:
+def refuse_risen(before: float | None, after: float | None, held_out: bool, force: bool) -> list[str]:
     """A few-shot loss that rises is said aloud; where nothing was chosen on held-out examples it is refused."""
-    if not after > before:
+    if before is None or after is None or not after > before:
         return []
     text = f"the few-shot loss rises from {before:.4g} to {after:.4g}"
     if held_out or force:

@@ -6,7 +6,7 @@ merged model is scored on every task's test data."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,19 @@ from torch import nn
 
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.write import refuse_occupied
+from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.write import refuse_occupied, torch_dtype
 from gradfix.commands.configs import MergeConfigOptions, ShotOptions
 from gradfix.commands.guard import guard_outputs
-from gradfix.commands.setting import Shots, draw, setting
+from gradfix.commands.setting import Shots, device_of, draw, setting
 from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
 from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
-from gradfix.methods.opening import unmoved_on_disk
+from gradfix.methods.opening import fill, open_target, refuse_itself, rounds, unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound
-from gradfix.tasks.classification import Classification
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.scale import ScaleCurve, dialled, search_scale
 from gradfix.vectors.signvotes import SignVotes
@@ -125,6 +125,7 @@ class _Run:
         self.notes: list[str] = []
 
     def run(self) -> MergeResult:
+        self.trios = [self._trio(vector) for vector in self.recipe.vectors]
         self.tasks = self._timed("reading examples", self._open_tasks)
         if self.order != "plain":
             self._timed("votes", self._vote)
@@ -154,17 +155,22 @@ class _Run:
         self.seconds[name] = round(time.perf_counter() - begin, 3)
         return result
 
+    def _trio(self, vector: VectorRecipe) -> Trio:
+        """What does not go together is said before anything is computed."""
+        trio = Trio.open(vector.base, vector.tuned, self.recipe.target, head=self.recipe.head)
+        self.notes += refuse_itself(trio, force=True)
+        return trio
+
     def _open_tasks(self) -> dict[tuple[Any, ...], _TaskOnTarget]:
         """Each distinct task once, however many vectors serve it."""
         tasks: dict[tuple[Any, ...], _TaskOnTarget] = {}
-        for vector in self.recipe.vectors:
+        for vector, trio in zip(self.recipe.vectors, self.trios, strict=True):
             if vector.data is None or _task_key(vector) in tasks:
                 continue
             start = setting(self._shot_options(vector))
             shots = draw(start, self._shot_options(vector), vector.validation, vector.base)
-            lent = self.recipe.head == "copy" and isinstance(start.task, Classification)
-            lender = {"head_from": vector.tuned, "base": vector.base} if lent else {}
-            bound = start.open(self.recipe.target, **lender)
+            options = start.options
+            bound = open_target(trio, start.task, torch_dtype(options.dtype), device_of(options.device))
             name = vector.data if len({v.task for v in self.recipe.vectors}) == 1 else f"{vector.data} ({vector.task})"
             self.notes += [*shots.notes, *bound.notes]
             tasks[_task_key(vector)] = _TaskOnTarget(name, bound, shots)
@@ -264,7 +270,7 @@ class _Run:
         written = Meter(open_checkpoint(self.recipe.target).nbytes, self.stage)
         return merge_checkpoints(
             **settings, out=out, alpha=alpha, dtype=self.recipe.dtype, overwrite=self.overwrite,
-            force=self.recipe.force, details=details, extras=self._extras(list(self.tasks.values())),
+            force=self.recipe.force, details=details, extras=self._extras(scores),
             progress=written, counting=self._counting(),
         )  # fmt: skip
 
@@ -272,13 +278,26 @@ class _Run:
         """Some methods read everything once or twice before they write."""
         return Meter(None, self.stage, "counting,")
 
-    def _extras(self, tasks: Sequence[_TaskOnTarget]) -> Callable[[Path], None] | None:
-        """A head that belongs to one task goes along; heads of several tasks do not fit into one folder."""
-        if len(tasks) == 1:
-            return tasks[0].bound.save_extras
-        if tasks:
+    def _extras(self, scores: dict[str, dict[str, Any]]) -> Callable[[Path], None]:
+        """A head that belongs to one task goes along; heads of several tasks do not fit into one folder.
+
+        Where writing rounds, the scores become those of the written files."""
+        tasks = list(self.tasks.values())
+        target = open_checkpoint(self.recipe.target)
+        if len(tasks) > 1:
             self.notes.append("score single tasks with the target's own head: --head-from the target")
-        return None
+
+        def look(folder: Path) -> None:
+            if len(tasks) == 1:
+                tasks[0].bound.save_extras(folder)
+            model = tasks[0].bound.model if tasks else None
+            if model is not None and rounds(target, self.recipe.dtype, next(model.parameters()).dtype):
+                stored = open_checkpoint(folder)
+                fill(model, stored, stored, stored.names())
+                for found, task in zip(scores.values(), tasks, strict=True):
+                    found["test_after"] = _test(model, task)
+
+        return look
 
 
 def _task_key(vector: VectorRecipe) -> tuple[Any, ...]:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import math
 import time
 import warnings
@@ -15,15 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfix.checkpoints.folder import device_name
-from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint, open_checkpoint
-from gradfix.checkpoints.trio import ACROSS, Trio
-from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied, torch_dtype
-from gradfix.commands.asked import Asked, asked
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.write import refuse_inside, refuse_occupied, torch_dtype
+from gradfix.commands.asked import Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import write_page
@@ -31,14 +28,16 @@ from gradfix.commands.setting import Prepared, Shots, device_of, draw, read_unla
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
-from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import Outcome
-from gradfix.methods.opening import fill, lenders_of, open_target, open_tuned, refuse_itself, unmoved_on_disk, vector_of
+from gradfix.methods.opening import fill, lenders_of, open_target, refuse_itself, rounds, unmoved_on_disk, vector_of
 from gradfix.methods.trained import is_turned
-from gradfix.methods.trial import Passes, Splits, Store, Trial
+from gradfix.methods.trial import Passes, Splits, Trial
+from gradfix.methods.workfolder import Partials
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
-from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
+from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_kinds, save_lora
 from gradfix.system.meter import Meter
+from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound
 from gradfix.tasks.scoring import evaluate, mean_loss
 from gradfix.vectors.scale import dialled
@@ -115,58 +114,8 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
 
 
-def refuse_apart(wanted: Asked, trio: Trio) -> None:
-    """A method that adds weight to weight, asked for a target of another shape."""
-    if trio.apart is not None and not wanted.method.traits.across:
-        raise IncompatibleCheckpoints(
-            f"{wanted.name} adds weight to weight, and {trio.target} has another shape than {trio.sources['base']}: "
-            f"{trio.apart}. {ACROSS} Run `gradfix inspect` on the three to see what answers to what."
-        )
-
-
-def require_target(votes: SignVotes, target: Checkpoint) -> None:
-    """Votes belong to one target: refuse them on another, by probe or by hash."""
-    check_probe(votes.probe, target)
-    if votes.target_hash is not None and not is_target(votes.target_hash, target):
-        raise IncompatibleCheckpoints(
-            f"the votes were taken on other weights than {target}. Vote again on this target."
-        )
-
-
-def _refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
-    """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
-    if config.head != "error":
-        return  # the base has no head of its own to be scored with
-    losses = {}
-    settings = torch_dtype(config.dtype), device_of(config.device)
-    base = start.open(config.base)
-    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
-        losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
-    if losses["tuned"] > losses["base"]:
-        raise IncompatibleCheckpoints(
-            f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "
-            f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
-            "--force (or --no-check) goes on all the same."
-        )
-
-
 def nothing_of(bound: Bound) -> TaskVector:
     return TaskVector({name: torch.zeros_like(p) for name, p in bound.model.named_parameters()})
-
-
-class _Partials(Store):
-    """Where the interrupted votes of one output are kept; other settings look elsewhere, so nothing stale is read."""
-
-    def __init__(self, out: Path, settings: str, keep: bool) -> None:
-        self.out, self.settings, self.keep = out, settings, keep
-
-    def partial(self, key: str) -> Path | None:
-        name = hashlib.sha256(f"{self.settings}{key}".encode()).hexdigest()[:12]
-        return self.out.with_name(f".{self.out.name}.votes-{name}.part") if self.keep else None
-
-    def forget(self) -> None:
-        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.votes-*.part"):
-            discard(path)
 
 
 class _Transport:
@@ -179,7 +128,7 @@ class _Transport:
         self.bound = open_target(trio, start.task, torch_dtype(config.dtype), device_of(config.device))
         self.names = name_map(self.bound.model, trio.target.names())
         settings = repr((config, vars(start.task), start.dataset.labels))
-        self.partials = _Partials(Path(config.out), settings, not config.dry_run)
+        self.partials = Partials(Path(config.out), settings, not config.dry_run)
         self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
         self.seconds: dict[str, float] = {}
         self.notes: list[str] = list(shots.notes)
@@ -243,9 +192,8 @@ class _Transport:
         update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = None
         if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
-            adapter = adapter_for(
-                update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=self._heads()
-            )
+            saved = self._heads() | self._uncalled(update)
+            adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=saved)
             update = adapter.approximated
         chosen_by = outcome.chosen_by or trial.regime
         loss_before, before = self._loss(), self._test_score(trial)
@@ -301,17 +249,27 @@ class _Transport:
         lent = self.names.to_module(self._lent_head())
         return {name for name in (*self.bound.head_names(), *lent) if name in parameters}
 
+    def _uncalled(self, update: TaskVector) -> set[str]:
+        """Changed weights of layers that the model reads without calling them: a wrapper around such a layer is idle."""
+        called: set[nn.Module] = set()
+        layers = {name.removesuffix(".weight"): name for name in layer_kinds(self.bound.model)}
+        modules = {path: self.bound.model.get_submodule(path) for path in layers}
+        hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in modules.values()]
+        with torch.no_grad(), left_as_it_was(self.bound.model):
+            self.bound.judge(self.bound.model, self.fewshot[0])
+        for hook in hooks:
+            hook.remove()
+        idle = [name for path, name in layers.items() if modules[path] not in called]
+        return {name for name in idle if name in update and bool(update[name].any())}
+
     def _read_back(self, trial: Trial, measured: dict[str, Any], adapter: bool) -> Callable[[Path], None]:
         """What an output does besides: it adds the task's files, and where writing rounds, it is measured as written."""
         target, config = self.trio.target, self.config
-        own = torch_dtype(config.dtype)
-        asked = [torch_dtype(config.out_dtype)] if config.out_dtype else []
-        written = asked or {target.info(name).dtype for name in target.names()}
-        rounds = adapter or any(d.is_floating_point and d != own and d.itemsize <= own.itemsize for d in written)
+        coarser = adapter or rounds(target, config.out_dtype, torch_dtype(config.dtype))
 
         def look(folder: Path) -> None:
             self.bound.save_extras(folder)
-            if rounds:
+            if coarser:
                 stored = open_checkpoint(folder, base=target)
                 fill(self.bound.model, stored, stored, stored.names())
                 measured.update(fewshot_loss_after=self._loss(), test_after=self._test_score(trial))

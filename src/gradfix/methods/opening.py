@@ -26,6 +26,7 @@ from gradfix.checkpoints.matched import read_vocabulary
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.write import torch_dtype
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.search import Search
@@ -64,6 +65,12 @@ def fill(model: nn.Module, source: Checkpoint, target: Checkpoint, names: Iterab
                     parameters[own].copy_(value)
         for own, value in known.to_module(parts).items():
             parameters[own].copy_(value)
+
+
+def rounds(target: Checkpoint, asked: str | None, own: torch.dtype) -> bool:
+    """Whether a file is coarser than the model that was measured: by the dtype asked for, or by the target's."""
+    written = {torch_dtype(asked)} if asked else {target.info(name).dtype for name in target.names()}
+    return any(dtype.is_floating_point and dtype != own and dtype.itemsize <= own.itemsize for dtype in written)
 
 
 def refuse_itself(trio: Trio, force: bool = False) -> list[str]:

@@ -5,6 +5,7 @@ and a stale entry is never read. Contents carry their own hash, so a damaged one
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.checkpoints.hashes import hash_file, holds
-from gradfix.checkpoints.write import write_text
+from gradfix.checkpoints.write import discard, write_text
 from gradfix.errors import CorruptInput, GradfixError, OutputError
 from gradfix.methods.trial import Store
 from gradfix.training.costs import Work
@@ -82,3 +83,18 @@ class Folder(Store):
     def _product_path(self, key: str) -> Path:
         identity = self.votes_identity if key.startswith("votes-") else self.identity
         return self.home / "shared" / f"{key.split('-', maxsplit=1)[0]}-{digest([identity, key])}.safetensors"
+
+
+class Partials(Store):
+    """Where the interrupted votes of one output are kept; other settings look elsewhere, so nothing stale is read."""
+
+    def __init__(self, out: Path, settings: str, keep: bool) -> None:
+        self.out, self.settings, self.keep = out, settings, keep
+
+    def partial(self, key: str) -> Path | None:
+        name = hashlib.sha256(f"{self.settings}{key}".encode()).hexdigest()[:12]
+        return self.out.with_name(f".{self.out.name}.votes-{name}.part") if self.keep else None
+
+    def forget(self) -> None:
+        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.votes-*.part"):
+            discard(path)

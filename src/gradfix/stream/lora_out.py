@@ -235,7 +235,7 @@ def save_lora(
         save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
         text = json.dumps(adapter, indent=2, sort_keys=True)
         (staging / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
-        copy_side_files(goal, staging, but=("config.json", "generation_config.json"))
+        copy_side_files(goal, staging)  # the config too: transformers may choose the tokenizer's class by it
         if output.extras is not None:
             output.extras(staging)
         content = {

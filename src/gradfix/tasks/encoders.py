@@ -76,10 +76,12 @@ class TextEncoder(Encoder):
 
     In a sentence-transformers folder pooling, length and default prompt are the folder's own unless given."""
 
-    def __init__(self, home: Home, *, pooling: str | None = None, max_length: int | None = None) -> None:
+    def __init__(
+        self, home: Home, *, pooling: str | None = None, max_length: int | None = None, base: Path | None = None
+    ) -> None:
         from transformers import AutoModel
 
-        own = read_sentences(home.folder, pooling)
+        own = read_sentences(home.folder, pooling, base)
         self.pooling, self.prompt, self.lower, self.scale = own.pooling, own.prompt, own.lower, TEXT_SCALE
         self.tokenizer = load_tokenizer(home)
         loaded = load_pretrained(AutoModel, home, optional=["pooler"])

@@ -144,9 +144,12 @@ def load_pretrained(auto: Any, home: Home, optional: Sequence[str] = ()) -> Load
     loaded.refuse_misfits(home)
     needed = [name for name in loaded.missing if name.split(".")[0] not in optional]
     if needed:
-        raise CorruptInput(
-            f"{home} lacks {len(needed)} tensors, first {needed[0]!r}. The file is incomplete or of another model."
-        )
+        # Where it is the head that is missing, the file is whole and another task is meant.
+        prefix = f"{loaded.model.base_model_prefix}."
+        headless = prefix != "." and not any(name.startswith(prefix) for name in needed)
+        kind = type(loaded.model).__name__
+        why = f"As {kind} it {WRONG_TASK}" if headless else "The file is incomplete or of another model."
+        raise CorruptInput(f"{home} lacks {len(needed)} tensors, first {needed[0]!r}. {why}")
     for name in {name.split(".")[0] for name in loaded.missing}:
         setattr(loaded.model, name, None)
     return loaded

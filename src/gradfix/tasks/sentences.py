@@ -45,11 +45,16 @@ class Sentences:
     include_prompt: bool = True
 
 
-def read_sentences(folder: Path, pooling: str | None) -> Sentences:
-    """The folder's own settings, or the mean where it has none; `pooling` replaces what the folder says."""
+def read_sentences(folder: Path, pooling: str | None, base: Path | None = None) -> Sentences:
+    """The folder's own settings, else those of its base, or the mean where none has any.
+
+    A fine-tune saved with transformers alone has lost the files that say how its base is pooled. `pooling`
+    replaces what the folder says."""
     for word in (pooling or "mean").split("+"):
         if word not in POOLINGS:
             raise UsageError(unknown("pooling", word, list(POOLINGS)))
+    if base is not None and not (folder / MODULES).is_file():
+        folder = base
     if not (folder / MODULES).is_file():
         return Sentences(pooling or "mean")
     about = _optional(folder / "sentence_bert_config.json")

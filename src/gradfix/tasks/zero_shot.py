@@ -135,7 +135,8 @@ class ZeroShot(Task):
         config = read_json(home.folder / "config.json")
         if "text_config" in config and "vision_config" in config:
             return TwoTowers(home)
-        return TextEncoder(home, pooling=self.pooling, max_length=self.max_length)
+        before = resolve(base) if base is not None else None
+        return TextEncoder(home, pooling=self.pooling, max_length=self.max_length, base=before)
 
     def _head(self, encoder: Encoder) -> Tensor:
         """Each prompt normalised, averaged per label, normalised again."""
