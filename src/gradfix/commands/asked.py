@@ -137,29 +137,3 @@ def refuse_apart(wanted: Asked, trio: Trio) -> None:
             f"{wanted.name} adds weight to weight, and {trio.target} has another shape than {trio.sources['base']}: "
             f"{trio.apart}. {ACROSS} Run `gradfix inspect` on the three to see what answers to what."
         )
-
-
-def require_target(votes: SignVotes, target: Checkpoint) -> None:
-    """Votes belong to one target: refuse them on another, by probe or by hash."""
-    check_probe(votes.probe, target)
-    if votes.target_hash is not None and not is_target(votes.target_hash, target):
-        raise IncompatibleCheckpoints(
-            f"the votes were taken on other weights than {target}. Vote again on this target."
-        )
-
-
-def _refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
-    """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
-    if config.head != "error":
-        return  # the base has no head of its own to be scored with
-    losses = {}
-    settings = torch_dtype(config.dtype), device_of(config.device)
-    base = start.open(config.base)
-    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
-        losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
-    if losses["tuned"] > losses["base"]:
-        raise IncompatibleCheckpoints(
-            f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "
-            f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
-            "--force (or --no-check) goes on all the same."
-        )

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.folder import device_name
+from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import Asked, asked, refuse_apart
@@ -28,9 +29,18 @@ from gradfix.commands.setting import Prepared, Shots, device_of, draw, read_unla
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
 from gradfix.data import check_disjoint
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
-from gradfix.methods.opening import fill, lenders_of, open_target, refuse_itself, rounds, unmoved_on_disk, vector_of
+from gradfix.methods.opening import (
+    fill,
+    lenders_of,
+    open_target,
+    open_tuned,
+    refuse_itself,
+    rounds,
+    unmoved_on_disk,
+    vector_of,
+)
 from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Trial
 from gradfix.methods.workfolder import Partials
@@ -112,6 +122,32 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
             stage("checking that the fine-tune beats its base")
             _refuse_swapped(config, start, shots, trio)
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
+
+
+def require_target(votes: SignVotes, target: Checkpoint) -> None:
+    """Votes belong to one target: refuse them on another, by probe or by hash."""
+    check_probe(votes.probe, target)
+    if votes.target_hash is not None and not is_target(votes.target_hash, target):
+        raise IncompatibleCheckpoints(
+            f"the votes were taken on other weights than {target}. Vote again on this target."
+        )
+
+
+def _refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
+    """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
+    if config.head != "error":
+        return  # the base has no head of its own to be scored with
+    losses = {}
+    settings = torch_dtype(config.dtype), device_of(config.device)
+    base = start.open(config.base)
+    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
+        losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
+    if losses["tuned"] > losses["base"]:
+        raise IncompatibleCheckpoints(
+            f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "
+            f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
+            "--force (or --no-check) goes on all the same."
+        )
 
 
 def nothing_of(bound: Bound) -> TaskVector:
