@@ -1,4 +1,4 @@
-"""Alignment by permutation: bring base A's units into the order of target B's, then move its task vector.
+"""Bring base A's units to those of target B, by permutations or by maps between them, and move its task vector along.
 
 `align(base, target)` finds the permutations, `Alignment.apply(tau)` moves the task vector with them."""
 
