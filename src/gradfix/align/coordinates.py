@@ -239,18 +239,19 @@ def _watch(side: Side, batch: Batch, parts: Sequence[Part], outside: str) -> dic
             raise UsageError(f"{deaf[0]!r} took no part in the forward pass; it cannot be compared.")
         outputs = [call[1] for name in names for call in heard[name]]
         if outside == "gradients":
-            found = torch.autograd.grad(loss, outputs, allow_unused=True)
+            slopes = torch.autograd.grad(loss, outputs, allow_unused=True)
             outputs = [
                 torch.zeros_like(output) if gradient is None else gradient
-                for output, gradient in zip(outputs, found, strict=True)
+                for output, gradient in zip(outputs, slopes, strict=True)
             ]
     rest = iter(outputs)
-    return {
-        name: _Seen(
-            torch.cat([call[0].detach() for call in heard[name]]), torch.cat([next(rest).detach() for _ in heard[name]])
-        )
-        for name in names
-    }
+    found = {name: ([call[0] for call in heard[name]], [next(rest) for _ in heard[name]]) for name in names}
+    return {name: _Seen(_joined(inputs), _joined(outputs)) for name, (inputs, outputs) in found.items()}
+
+
+def _joined(calls: Sequence[Tensor]) -> Tensor:
+    """All calls of one map; those of another length than the first (a decoder asked label by label) are left out."""
+    return torch.cat([call.detach() for call in calls if call.shape[1:] == calls[0].shape[1:]])
 
 
 @contextmanager
@@ -327,6 +328,9 @@ class _Work:
             return
         if turn is None:
             self.left[table.target] = "no map of the residual stream; left as it is"
+            return
+        if turn.shape != (change.shape[1], into.shape[1]):
+            self.left[table.target] = "its columns are not those of the residual stream; left as it is"
             return
         if places is None:
             places = torch.arange(len(into))

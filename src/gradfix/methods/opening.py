@@ -120,7 +120,8 @@ def old_side(trio: Trio, bound: Bound, teacher: Bound) -> Old:
     names = dict(teacher.model.named_parameters())
     mapped = tau if set(tau) <= set(names) else name_map(teacher.model, list(tau)).to_module(tau)
     weight = next(iter(names.values()))
-    mapped = {name: delta.to(weight.device) for name, delta in mapped.items() if name in names}
+    still = set(teacher.unmoved())
+    mapped = {n: delta.to(weight.device) for n, delta in mapped.items() if n in names and n not in still}
     tokens = [read_vocabulary(trio.sources[role].path) for role in ("base", "target")]
     found = correspond(
         _shapes(teacher), _shapes(bound), base_config=_config(teacher), target_config=_config(bound),

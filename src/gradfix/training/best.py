@@ -125,7 +125,10 @@ def _vectors(
     if old is not None:
         told["correspondence"] = old.as_json()
     if old is not None and teacher is not None and len(lesson) and old.correspondence.linear:
-        moved = in_coordinates(bound, teacher, old, lesson, recipe)
+        try:
+            moved = in_coordinates(bound, teacher, old, lesson, recipe)
+        except (DataError, UsageError) as error:  # the other starts, and the lessons, need no coordinates
+            return vectors, work, {**told, "no_coordinates": str(error)}
         vectors[COORDINATES] = moved.vector
         work = Work(forward=moved.passes, backward=moved.passes, vectors=1)
     return vectors, work, told

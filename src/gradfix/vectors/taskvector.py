@@ -49,7 +49,7 @@ class TaskVector(Mapping[str, Tensor]):
         """What the fine-tune changed in its base, in its own names and order."""
         tuned = trio.sources["tuned"]
         base = match_prefix(trio.sources["base"], tuned)
-        shared = {name: name for name in base.names() if name in tuned}
+        shared = {n: n for n in base.names() if n in tuned and base.info(n).shape == tuned.info(n).shape}
         return cls.between(Renamed(base, shared), Renamed(tuned, shared))
 
     @classmethod
