@@ -108,8 +108,13 @@ def test_the_bill_counts_every_sample(pair: dict[str, Any]) -> None:
     found = of(pair, recipe=recipe)
     passes = 5 * (6 + 40)
     assert found.work.backward == passes
-    assert found.work.forward == passes + 50 + len(found.parts["start_curve"]) * 8
+    assert found.work.forward == passes + 50 + (len(found.parts["start_curve"]) + 1) * 8  # and a look at the end
     assert found.work.steps == 5
+
+
+def test_steps_that_lead_away_from_the_teacher_are_taken_again_smaller(pair: dict[str, Any]) -> None:
+    wild, tame = (of(pair, recipe=Teaching(steps=5, pool=50, probes=8, rate=rate)) for rate in (400.0, 0.2))
+    assert wild.parts["rate"] == pytest.approx(tame.parts["rate"] * 400.0 / 0.2 / 4)
 
 
 @pytest.mark.parametrize("validation", ["auto", "none"])

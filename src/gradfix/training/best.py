@@ -17,17 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError, UsageError
-from gradfix.system.modules import restored
+from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.starts import COORDINATES, NONE, PLAIN, Old, Start, choose_start, in_coordinates, step_unit
+from gradfix.training.starts import (
+    COORDINATES,
+    NONE,
+    PLAIN,
+    Old,
+    Start,
+    choose_start,
+    in_coordinates,
+    probe_of,
+    step_unit,
+)
 from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
 ENOUGH = 320  # real unlabelled inputs that need no made-up ones beside them
+GENTLER = 4  # how much smaller the steps are where the first ones led away from the teacher
 
 
 @dataclass(frozen=True)
@@ -103,15 +114,23 @@ def best(
     start, tried = choose_start(bound, vectors, labelled, lesson, recipe)
     if len(unlabelled or ()) >= ENOUGH and len(lesson):
         recipe = recipe.real()
-    with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
-        dial.turn(start.alpha)
-        passes = distil(bound, labelled, lesson, rate, recipe, seed)
-        update = change(bound.model, before)
+    follows, probes = probe_of(bound, labelled, lesson, recipe)
+    passes = looked = 0
+    for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
+        with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
+            dial.turn(start.alpha)
+            passes += distil(bound, labelled, lesson, size, recipe, seed)
+            with left_as_it_was(bound.model):
+                left_behind = len(lesson) > 0 and not follows() <= start.value
+            update = change(bound.model, before)
+        looked += probes if len(lesson) else 0
+        if not left_behind:
+            break
     probed = sum(one.passes for one in tried)
     walked = sum(len(one.curve) for one in tried)
-    work += Work(forward=passes + asked + probed, backward=passes, steps=recipe.steps, vectors=walked)
+    work += Work(forward=passes + asked + probed + looked, backward=passes, steps=recipe.steps, vectors=walked)
     parts = {
-        **_told(start, tried), **found, "rate": rate, "steps": recipe.steps, "asked": asked,
+        **_told(start, tried), **found, "rate": size, "steps": recipe.steps, "asked": asked,
     }  # fmt: skip
     verdict = "taught" if start.name == NONE else "transported"
     return Best(update, verdict, start.alpha, start.name, parts, work, time.perf_counter() - began)

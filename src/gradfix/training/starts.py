@@ -70,7 +70,7 @@ def choose_start(
     """The start with the lowest divergence, and all that were tried; of equals the first.
 
     Without a teacher the few-shot loss takes the divergence's place."""
-    probe = _probe(bound, labelled, lesson, recipe)
+    probe = probe_of(bound, labelled, lesson, recipe)
     tried = [_walk(bound, name, vector, probe) for name, vector in vectors.items()]
     if not tried:
         return Start(NONE, None, 0.0), []
@@ -78,7 +78,7 @@ def choose_start(
     return (best if best.alpha else Start(NONE, None, 0.0, best.curve)), tried
 
 
-def _probe(bound: Bound, labelled: Batch | None, lesson: Lesson, recipe: Teaching) -> tuple[Callable[[], float], int]:
+def probe_of(bound: Bound, labelled: Batch | None, lesson: Lesson, recipe: Teaching) -> tuple[Callable[[], float], int]:
     """What is measured at every alpha, and how many samples that takes."""
     if len(lesson):
         held = lesson.take(torch.arange(len(lesson))[-recipe.probes :])
