@@ -109,6 +109,17 @@ def test_a_dry_compare_refuses_what_the_comparison_would(here, capsys):
     assert run([*command, "--data", "reviews"]) == 0
 
 
+def test_a_dry_compare_refuses_a_zero_vector_and_a_missing_head_as_the_comparison_does(here, capsys):
+    for trio, task, more in (
+        (["--base", "bert-old", "--tuned", "bert-old", "--target", "bert-new"], "zero-shot", []),
+        (TRIO, "classification", []),
+    ):
+        command = ["compare", *trio, "--task", task, "--data", "reviews", "--shots", "2", "--methods", "naive", *more]
+        dry = refusal([*command, "--dry-run"], capsys)
+        assert dry[0] != 0
+        assert dry == refusal(command, capsys)
+
+
 def test_inspect_sees_through_a_prefix(here, capsys):
     under_a_prefix(here / "bert-new", "bert")
     assert run(["inspect", "bert-old", "bert-old-reviews", "bert-new", "--json", "seen.json"]) == 0

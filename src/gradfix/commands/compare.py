@@ -16,7 +16,7 @@ from gradfix.data import Dataset, Row, few_shot
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.methods.comparison import compare
 from gradfix.methods.methods import METHODS
-from gradfix.methods.opening import read_splits, refuse_itself
+from gradfix.methods.opening import open_target, read_splits, refuse_itself, vector_of
 from gradfix.methods.results import Results
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
@@ -78,16 +78,21 @@ def _examples(config: CompareConfig) -> tuple[Dataset, Any, list[Row] | None]:
 
 
 def plan_compare(config: CompareConfig) -> str:
-    """Everything a comparison could stumble over before its first model is loaded."""
+    """Everything a comparison does before its first method runs: what it would refuse is refused here."""
+    heal_torchvision()
     dataset, validation, unlabelled = _examples(config)
     splits, _ = read_splits(dataset, validation, unlabelled)
-    make_task(config, dataset)
+    task = make_task(config, dataset)
     methods = config.methods or tuple(METHODS)
     for name in methods:
         METHODS[name]
     trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
     refuse_itself(trio)
-    few_shot(splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=list(dataset.labels))
+    labels = list(dataset.labels)
+    picked = few_shot(splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=labels)
+    bound = open_target(trio, task, torch_dtype(config.dtype), device_of(config.device))
+    vector_of(trio, config.align)
+    bound.collate([splits.train[index] for index in picked])
     if config.track:
         parse(config.track)
     budgets = " and ".join(map(str, config.shots))
