@@ -21,7 +21,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import refuse_inside, refuse_occupied, torch_dtype
-from gradfix.commands.asked import Asked, asked, refuse_apart
+from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import write_page
@@ -94,7 +94,7 @@ def _finite(content: Any) -> Any:
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, run the method, write, score. Nothing is written before every check has passed."""
-    if config.verdict is not None and (config.method not in (None, "mask", "best") or "mask" in given(config)):
+    if config.verdict is not None and (config.method not in (None, SPELLED, DEFAULT) or "mask" in given(config)):
         raise UsageError(f"--verdict {config.verdict} says what to ship: leave --method and --mask out.")
     wanted = asked(config) if config.verdict is None else None
     trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
