@@ -123,6 +123,16 @@ def test_the_teacher_alone_needs_no_labels(world: Path, tmp_path: Path) -> None:
         run_transport(asked(world, "deeper", tmp_path / "two", method="few_shot", shots=0))
 
 
+def test_a_turned_vector_needs_no_labels_either(world: Path, tmp_path: Path) -> None:
+    more = str(world / "more.jsonl")
+    results = [
+        run_transport(asked(world, "deeper", tmp_path / f"out{shots}", method="bico", shots=shots, unlabelled=more))
+        for shots in (0, 2)
+    ]
+    assert [result.regime for result in results] == ["recipe", "recipe"]
+    assert results[0].alpha > 0
+
+
 def test_an_adapter_comes_out_across_shapes(world: Path, tmp_path: Path) -> None:
     run_transport(asked(world, "deeper", tmp_path / "out", method="best", out_lora=8))
     assert (tmp_path / "out" / "adapter_config.json").exists()

@@ -15,6 +15,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.methods.comparison import compare
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound
+from gradfix.training.bank import bank, beside_sentences, in_the_language_of_the_bank
 from gradfix.training.best import Best, best, remembered
 from gradfix.training.distil import (
     Lesson,
@@ -249,8 +250,32 @@ def test_two_tokenizers_are_asked_about_the_same_texts() -> None:
     tau = TaskVector({"weight": torch.full((600, len(LABELS)), 0.1)})
     examples = [{"text": f"some words {n} more of them", "label": LABELS[n % 2]} for n in range(4)]
     best(target, tau, examples, teacher=teacher, recipe=Teaching(steps=2, pool=30, probes=8))
-    assert len(target.read[-1]) == 30
-    assert target.read[-1] == teacher.read[-1]
+    asked = [text for part in teacher.read if len(part) > len(examples) for text in part]
+    assert len(asked) == 30
+    assert asked == [text for part in target.read if len(part) > len(examples) for text in part]
+    assert len([text for text in asked if set(text.split()) & set(" ".join(bank()).split())]) >= 15
+
+
+def test_sentences_stand_beside_english_texts_only() -> None:
+    texts = ["I never want to see this film again.", "The best thing I have bought in years!", " "]
+    made = beside_sentences(texts, 900, 1)
+    assert made == beside_sentences(texts, 900, 1) != beside_sentences(texts, 900, 2)
+    assert {place for place, _ in made} == {0, 1}
+    sentences = [f" {sentence} " for sentence in bank()]
+    for place, text in made[:50]:
+        words = text.split()
+        cuts = [(" ".join(words[:n]), " ".join(words[n:])) for n in range(1, len(words))]
+        pairs = [pair for cut in cuts for pair in (cut, cut[::-1])]
+        assert any(ours in texts[place] and any(f" {new} " in s for s in sentences) for ours, new in pairs)
+    assert in_the_language_of_the_bank(texts)
+    assert not in_the_language_of_the_bank(["Das ist der schlechteste Film, den ich je gesehen habe."])
+    assert not in_the_language_of_the_bank(["", "123"])
+    assert beside_sentences([" "], 5, 0) == []
+
+
+def test_the_bank_is_short_plain_and_varied() -> None:
+    assert len(set(bank())) == len(bank()) == 640
+    assert all(sentence.isascii() and 1 <= len(sentence.split()) <= 45 for sentence in bank())
 
 
 def test_without_a_vocabulary_tokens_come_from_the_texts() -> None:
@@ -304,6 +329,22 @@ def test_the_better_start_is_taken_and_named(pair: dict[str, Any]) -> None:
     assert len(found.parts["correspondence"]["hash"]) == 64
     tuned = dict(pair["tuned"].named_parameters())
     assert all(torch.equal(p, tuned[name]) for name, p in teacher.model.named_parameters())
+
+
+def test_without_maps_the_units_are_put_in_order(pair: dict[str, Any]) -> None:
+    """Nothing can be compared inside the models, but the vector can be permuted."""
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    nothing = correspond({"other": (1,)}, {"0.weight": (16, 6)})
+    options = {"teacher": NumbersBound(pair["tuned"]), "seed": 3}
+    found = best(pair["target"], -tau, rows(6, 40, 0.7), old=Old(tau, nothing, permuted=lambda: tau), **options)
+    assert set(found.parts["starts"]) == {"plain", "permuted"}
+    assert found.start == "permuted" and found.alpha > 0
+
+    def refused() -> TaskVector:
+        raise UsageError("no alignment is known for this architecture.")
+
+    found = best(pair["target"], tau, rows(6, 40, 0.7), old=Old(tau, nothing, permuted=refused), **options)
+    assert found.start == "plain" and "no alignment" in found.parts["no_permutation"]
 
 
 def test_the_teacher_alone_is_enough(pair: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ FIXED = ("mask", "vote", "align")  # what the name of a masking method stands fo
 VOTED = ("direction", "votes")  # what a mask that asks the target's votes sees
 READERS = {"margin": ("votes",), "vote": VOTED, "votes": VOTED}  # which masks read an option, by what they see
 NO_SHOTS = (
-    "0 examples per class is no few-shot set; give 1 or more. --shots 0 is for --method best with --unlabelled: "
-    "the old fine-tune alone is learned from."
+    "0 examples per class is no few-shot set; give 1 or more. --shots 0 is for --method best, bico or theseus "
+    "with --unlabelled: the old fine-tune alone is asked."
 )
 WORDS = {"vote": ["majority", "mean"], "head": ["error", "copy", "skip"]}
 

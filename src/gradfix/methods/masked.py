@@ -14,7 +14,7 @@ import torch
 from gradfix.methods.method import Outcome
 from gradfix.methods.search import Choice, Setting, View
 from gradfix.methods.support import Support
-from gradfix.methods.trained import is_turned, turned
+from gradfix.methods.trained import is_turned, scored, turned, turned_so_far
 from gradfix.methods.trial import Trial
 from gradfix.vectors.diagnostics import kept_by_block
 from gradfix.vectors.masks import MASKS
@@ -51,9 +51,17 @@ class Masked:
         """Nothing is left to choose."""
         return self.alpha is not None and (self.margin is not None or self.sees != "votes")
 
+    def _told(self, trial: Trial) -> bool:
+        """The old fine-tune alone tells how far to go: nothing is given, no mask wants labels, none are held out."""
+        return is_turned(self.align) and self.sees == "nothing" and self.alpha is None and trial.regime == "few_shot"
+
     def choice(self, trial: Trial, support: Support, tau: TaskVector | None = None) -> Choice:
-        """The alpha and margin that score best, where they are not given."""
+        """The alpha and margin that score best, where they are not given.
+
+        Without a validation set a turned vector goes as far as the old fine-tune's answers are followed."""
         settings = self._settings(trial, support, self._vector(trial, support) if tau is None else tau)
+        if self._told(trial):
+            return Choice(settings[0], turned_so_far(trial, support, self.align).alpha, None)
         if self.alpha is None:
             return trial.choose(support, settings)
         if self.given:
@@ -66,6 +74,10 @@ class Masked:
         margin = choice.setting.knobs.get("margin")
         moved = None if self.sees == "nothing" else self._moved(tau, support, support.whole, margin)
         outcome = shipped(trial, choice, support, moved, tau)
+        told = self._told(trial)
+        if told:
+            score = scored(trial, support, lambda view: tau * choice.alpha)
+            outcome = replace(outcome, score=score)
         old = trial.old() if is_turned(self.align) else None
         return replace(
             outcome,
@@ -73,7 +85,7 @@ class Masked:
             margin=margin,
             notes=(*self._warnings(trial), *outcome.notes),
             votes=self._votes(support, support.whole) if self.voted else None,
-            chosen_by="given" if self.given else trial.regime,
+            chosen_by="given" if self.given else "recipe" if told else trial.regime,
         )
 
     def _vector(self, trial: Trial, support: Support) -> TaskVector:

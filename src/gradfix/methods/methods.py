@@ -85,8 +85,10 @@ method("transfusion", "TransFusion", fixed=True)(Masked("none", align="transfusi
 method("rebasin", "Re-Basin", fixed=True)(Masked("none", align="rebasin"))
 method("align_mask", "Align, then mask", cost=ALIGNED, keeps=True)(Masked(align="transfusion"))
 
-method("theseus", "Theseus", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(Masked("none", align="theseus"))
-method("bico", "BiCo", cost=TURNED, unlabelled=True, across=True, way=TURNED_WAY)(Masked("none", align="bico"))
+for how, title in (("theseus", "Theseus"), ("bico", "BiCo")):
+    method(how, title, cost=TURNED, unlabelled=True, across=True, labels=False, way=TURNED_WAY)(
+        Masked("none", align=how)
+    )
 method("bico_mask", "BiCo, then mask", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(Masked(align="bico"))
 method("bico_veto", "BiCo, then veto", unlabelled=True, across=True, keeps=True, way=TURNED_WAY)(
     Masked("veto", align="bico")

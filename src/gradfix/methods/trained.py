@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
-from gradfix.training.distil import Teaching
+from gradfix.training.distil import Lesson, Teaching
 from gradfix.training.finetuning import finetune, tune
-from gradfix.training.starts import in_coordinates
+from gradfix.training.starts import COORDINATES, Start as Walked, choose_start, in_coordinates
 from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
@@ -121,20 +121,44 @@ def is_turned(how: str) -> bool:
     return how in OUTSIDES
 
 
+@dataclass(frozen=True)
+class Turned:
+    """The vector in the target's coordinates, and what its maps were made from."""
+
+    vector: TaskVector
+    lesson: Lesson
+
+
 def turned(trial: Trial, support: Support, how: str) -> TaskVector:
     """The vector for one few-shot set, made once and billed to whoever asks."""
+    return _shared_turn(trial, support, how).vector
 
-    def make() -> TaskVector:
+
+def turned_so_far(trial: Trial, support: Support, how: str) -> Walked:
+    """How far along it the target's answers follow the old fine-tune's best: alpha without a label."""
+
+    def make() -> Walked:
+        found = _shared_turn(trial, support, how)
+        start, _ = choose_start(trial.bound, {COORDINATES: found.vector}, None, found.lesson, Teaching())
+        trial.bill.own += Work(forward=start.passes, vectors=len(start.curve))
+        return start
+
+    walked: Walked = trial.shared(f"turned-so-far-{how}-{support.name}", make)
+    return walked
+
+
+def _shared_turn(trial: Trial, support: Support, how: str) -> Turned:
+    def make() -> Turned:
         try:
             return _turned(trial, support, how)
         except (DataError, UsageError) as error:
             raise NotHere(str(error)) from error
 
-    vector: TaskVector = trial.shared(f"turned-{how}-{support.name}", make)
-    return vector
+    found: Turned = trial.shared(f"turned-{how}-{support.name}", make)
+    return found
 
 
-def _turned(trial: Trial, support: Support, how: str) -> TaskVector:
+def _turned(trial: Trial, support: Support, how: str) -> Turned:
     teacher, old = trial.teacher(), trial.old()
     if teacher is None or old is None:
         raise NotHere("coordinates need the old base and its fine-tune as models with a closed label set.")
@@ -146,7 +170,7 @@ def _turned(trial: Trial, support: Support, how: str) -> TaskVector:
     )  # fmt: skip
     moved = in_coordinates(trial.bound, teacher, old, lesson, recipe, how)
     trial.bill.own += Work(forward=asked + moved.passes, backward=moved.passes)
-    return moved.vector
+    return Turned(moved.vector, lesson)
 
 
 def in_full(

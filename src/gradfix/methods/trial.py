@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -194,6 +194,8 @@ class Trial:
         if self._old is None and teacher is not None and self.lenders.old is not None:
             start = time.perf_counter()
             self._old = self.lenders.old(teacher)
+            if self._old is not None and self.lenders.aligned is not None:
+                self._old = replace(self._old, permuted=lambda: self.aligned("transfusion"))
             self.bill.away += time.perf_counter() - start
         return self._old
 

@@ -226,7 +226,7 @@ def save_lora(
     fates = _fates(result, disk, goal)
     counts = Counter(entry["fate"] for entry in fates.values())
     kinds = ("transported", "copied", "skipped")
-    size = sum(float(p.double().square().sum()) for n, p in model.named_parameters() if n in result.shapes)
+    size = sum(float(p.detach().double().square().sum()) for n, p in model.named_parameters() if n in result.shapes)
     report = StreamReport(
         out, counts["transported"], counts["copied"], counts["skipped"], own["facts"].get("kept", 1.0), 1.0,
         result.approximated.norm() / size**0.5 if size else 0.0, tensors=fates, notes=tuple(notes),

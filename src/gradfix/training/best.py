@@ -11,20 +11,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
+from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
 from gradfix.training.costs import Work
 from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
 from gradfix.training.remix import remix, splice_words
 from gradfix.training.starts import (
     COORDINATES,
     NONE,
+    PERMUTED,
     PLAIN,
     Old,
     Start,
@@ -45,7 +48,8 @@ GENTLER = 4  # how much smaller the steps are where the first ones led away from
 class Best:
     """`target + update` is the result; the polish began at `alpha` along the vector that `start` names.
 
-    `start`: "plain" (the task vector as it is), "coordinates" (turned to the target's units) or "none".
+    `start`: "plain" (the task vector as it is), "permuted" (its units in the target's order), "coordinates" (turned
+    to the target's units) or "none".
     `verdict`: "transported", or "taught" where no vector helped and the steps began at the target."""
 
     update: TaskVector
@@ -140,16 +144,23 @@ def _vectors(
     bound: Bound, tau: TaskVector | None, teacher: Bound | None, old: Old | None, lesson: Lesson, recipe: Teaching
 ) -> tuple[dict[str, TaskVector], Work, dict[str, Any]]:
     """The vectors a start may lie on, what they cost, and what is to be told of them."""
-    vectors, work, told = ({} if tau is None else {PLAIN: tau}), Work(), {}
+    vectors, work = ({} if tau is None else {PLAIN: tau}), Work()
+    told: dict[str, Any] = {}
     if old is not None:
         told["correspondence"] = old.as_json()
     if old is not None and teacher is not None and len(lesson) and old.correspondence.linear:
         try:
             moved = in_coordinates(bound, teacher, old, lesson, recipe)
         except (DataError, UsageError) as error:  # the other starts, and the lessons, need no coordinates
-            return vectors, work, {**told, "no_coordinates": str(error)}
-        vectors[COORDINATES] = moved.vector
-        work = Work(forward=moved.passes, backward=moved.passes, vectors=1)
+            told["no_coordinates"] = str(error)
+        else:
+            vectors[COORDINATES] = moved.vector
+            work = Work(forward=moved.passes, backward=moved.passes, vectors=1)
+    if tau is not None and old is not None and old.permuted is not None and COORDINATES not in vectors:
+        try:  # maps say more than permutations and take less time; where there are none, an order is better than nothing
+            vectors[PERMUTED] = old.permuted()
+        except GradfixError as error:
+            told["no_permutation"] = str(error)
     return vectors, work, told
 
 
@@ -180,14 +191,32 @@ def lesson_for(
     order = torch.randperm(len(unlabelled), generator=generator).tolist()
     real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
     parts: list[list[Batch]] = [[side.collate(real) for side in (bound, teacher)]] if real else []
-    if len(real) < ENOUGH:
-        known = [*examples, *real]
-        parts.append(_made_up(bound, teacher, known, recipe.pool - len(real), vocabulary, seed))
-    ours, theirs = (_unanswered(sides[0] if len(sides) == 1 else join(*sides)) for sides in zip(*parts, strict=True))
-    if len(parts) > 1:  # real and made-up inputs mixed, so that any stretch of them is typical
+    if len(real) < min(ENOUGH, recipe.pool):
+        known, count = [*examples, *real], recipe.pool - len(real)
+        natural = _beside_sentences(bound, teacher, known, int(recipe.natural * count), seed)
+        parts += [natural] if natural else []
+        count -= len(natural[0]["labels"]) if natural else 0
+        parts.append(_made_up(bound, teacher, known, count, vocabulary, seed))
+    ours, theirs = (_unanswered(reduce(join, sides)) for sides in zip(*parts, strict=True))
+    if len(parts) > 1:  # inputs of every kind mixed, so that any stretch of them is typical
         mixed = torch.randperm(len(ours["labels"]), generator=generator)
         ours, theirs = take(ours, mixed), take(theirs, mixed)
     return Lesson(ours, answers(teacher, theirs), theirs), len(theirs["labels"])
+
+
+def _beside_sentences(bound: Bound, teacher: Bound, known: Sequence[Example], count: int, seed: int) -> list[Batch]:
+    """Pieces of the known texts beside pieces of natural sentences, as each side reads them.
+
+    None where the task does not read English texts."""
+    read = bound.collate(known[:1])
+    if not count or "input_ids" not in read or "pixel_values" in read:
+        return []
+    column = _text_column(known[0], read["input_ids"].dim() > 2)
+    texts = [text for example in known if isinstance(text := example.get(column), str)]
+    if len(texts) < len(known) or not in_the_language_of_the_bank(texts):
+        return []
+    made = [{**known[place], column: text} for place, text in beside_sentences(texts, count, seed)]
+    return [_unanswered(side.collate(made)) for side in (bound, teacher)]
 
 
 def _made_up(

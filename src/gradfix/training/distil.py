@@ -35,7 +35,8 @@ class Teaching:
     `rate` is in units of the task vector's typical size per weight, so it fits models of any width. `betas` forget
     fast: in a few dozen steps the usual ones carry the first, steep gradients to the end.
     `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about. `mapped`
-    of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start."""
+    of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start. `natural` is
+    the share of the made-up inputs that hold a piece of a natural sentence."""
 
     steps: int = 32
     rate: float = 0.2
@@ -48,6 +49,7 @@ class Teaching:
     probes: int = 48
     mapped: int = 256
     map_batch: int = 64
+    natural: float = 0.5
 
     def real(self) -> Teaching:
         """The same number of samples in more and smaller steps: what real inputs repay and made-up ones do not."""

@@ -1,4 +1,4 @@
-"""Where the lessons begin: at the target, along the task vector, or along the vector in the target's coordinates.
+"""Where the lessons begin: at the target, or along the task vector, as it is, permuted or in the target's coordinates.
 
 Every start is judged without labels: by how well the target's answers there follow the teacher's, a constant per class
 aside, on inputs that no map was made from. The lowest divergence wins; at the target itself it is measured as well,
@@ -24,18 +24,20 @@ from gradfix.vectors.taskvector import TaskVector
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 PATIENCE = 2  # alphas in a row without a new best that end the walk
-NONE, PLAIN, COORDINATES = "none", "plain", "coordinates"
+NONE, PLAIN, PERMUTED, COORDINATES = "none", "plain", "permuted", "coordinates"
 
 
 @dataclass(frozen=True)
 class Old:
     """The old side beyond its answers: the vector under the teacher's names, and what answers to what.
 
-    `rows` gives, for a token table of the target, the old row of every token (-1: none)."""
+    `rows` gives, for a token table of the target, the old row of every token (-1: none). `permuted` makes the vector
+    with its units in the target's order, where bases of one shape can be aligned."""
 
     tau: TaskVector
     correspondence: Correspondence
     rows: Mapping[str, Tensor] = field(default_factory=dict)
+    permuted: Callable[[], TaskVector] | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {"hash": self.correspondence.hash, "says": self.correspondence.lines()}
