@@ -205,7 +205,7 @@ def run_support(opened: OpenSuite, *, pair: str, task: str, who: str, shots: int
     scene = opened.scene(pair, task)
     trial = scene.trial
     old = who in ("base", "base_tuned")
-    side = opened.suite.support(pair, "base" if old else "target")
+    side = opened.suite.support(pair, task, "base" if old else "target")
     if side is None:
         return {"accuracy": None, "support": None}
     bound = scene.base() if old else trial.bound
