@@ -62,7 +62,7 @@ class EncoderSuite(HubSuite):
     domain = "text"
     recipe: Recipe = field(default_factory=lambda: Recipe(steps=400, batch_size=64, lr=2e-5))
     micro_batch: int = 64
-    batch_size: int = 256
+    batch_size: int = 128
     scenes_kept = 8  # all of them: the encoders are small
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights
 from gradfix.votes.resume import weights_key
 
 SAVE_EVERY_SECONDS = 30.0
-PIECE = 256  # samples of a few-shot step that go through the model together
+PIECE = 128  # samples of a few-shot step that go through the model together
 SAVE_SHARE = 0.05  # saving a large model takes a while: at most this much of the time
 
 
