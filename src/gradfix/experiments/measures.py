@@ -293,7 +293,7 @@ def _agreement(votes: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> floa
     """Over all weights together."""
     same = both = 0
     for name, counted in votes.items():
-        left, right = counted.sign(), known[name].sign().to(counted.dtype)
+        left, right = counted.sign(), known[name].sign().to(counted)
         decided = (left != 0) & (right != 0)
         same += int(((left == right) & decided).sum())
         both += int(decided.sum())
