@@ -4,7 +4,8 @@
 
 FOLDER holds models/, packed/ with unpack.py, and tasks/. Every encoder is fine-tuned on every task (kept in WORK, 400
 steps, batch 64, lr 2e-5), then moved onto the others: unrelated bases of one shape, another depth in both directions,
-a related pair. Labels only, and again with 500 real unlabelled inputs. Nothing is chosen on test. Writes
+a related pair. Labels only, and again with 500 real unlabelled inputs. Nothing is chosen on test. Rows are kept in WORK
+and added to, so that other methods, tasks or inputs can be run later (`--methods few_shot naive --tasks banking`). Writes
 benchmarks/results/any_base.json: every run, and the mean share by group, inputs, budget and method."""
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ GROUPS = {
     "related": [(SIX, "gte-l6"), ("gte-l6", SIX)],
 }
 TASKS = ("movie", "amazon", "tweets", "banking")
-MANY = "banking"  # 77 classes: other budgets, and baselines beside it
+MANY = "banking"  # 77 classes: other budgets
 METHODS = ("best", "bico")
-BASELINES = ("few_shot", "naive")
 REAL = 500
 RESULTS = Path(__file__).parent / "results" / "any_base.json"
 
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--groups", nargs="+", default=list(GROUPS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--inputs", nargs="+", default=["labels", "real"])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e9, help="start no run after so many seconds")
     parser.add_argument("--began", type=float, default=None, help=argparse.SUPPRESS)
@@ -62,7 +63,7 @@ def main() -> None:
         return
     args.work.mkdir(parents=True, exist_ok=True)
     names = ("fieldtest", "work", "device", "steps", "limit", "began")
-    many = ("shots", "many_shots", "seeds", "methods")
+    many = ("shots", "many_shots", "seeds", "methods", "inputs")
     shared: list[object] = [word for name in names for word in (f"--{name}", getattr(args, name))]
     shared += [word for name in many for word in (f"--{name.replace('_', '-')}", *map(str, getattr(args, name)))]
     pairs = [pair for group in args.groups for pair in GROUPS[group]]
@@ -148,8 +149,8 @@ def move_part(args: argparse.Namespace, task: str, source: str, target: str) -> 
 
     dataset = load_data(args.fieldtest / "tasks" / task)
     figures = json.loads((args.work / f"{target}-{task}" / "figures.json").read_text())
-    with open(args.work / f"rows-{task}-{source}-{target}.jsonl", "w") as out:
-        for real in (False,) if task == MANY else (False, True):
+    with open(args.work / f"rows-{task}-{source}-{target}.jsonl", "a") as out:
+        for real in [inputs == "real" for inputs in args.inputs if task != MANY or inputs == "labels"]:
             opened = Opened(
                 Request(
                     base=folder_of(args, source), tuned=args.work / f"{source}-{task}", target=folder_of(args, target),
@@ -172,7 +173,7 @@ def runs(args: argparse.Namespace, opened: Any, task: str) -> Iterable[dict[str,
 
     trial, size, tokens = opened.trial, opened.parameters(), opened.tokens()
     full = Work(forward=64 * args.steps, backward=64 * args.steps, steps=args.steps).flops(size, tokens)
-    methods = [*args.methods, *(BASELINES if task == MANY else ())]
+    methods = args.methods
     for seed, shots, name in product(args.seeds, args.many_shots if task == MANY else args.shots, methods):
         if time.time() - args.began > args.limit:
             return

@@ -72,7 +72,7 @@ class Miniature(Suite):
         size = sum(p.numel() for p in self.target.parameters())
         return Scene(trial, lambda: NumbersBound(self.base), 60, 3, size, 1.0)
 
-    def support(self, pair: str, side: str) -> SupportSet:
+    def support(self, pair: str, task: str, side: str) -> SupportSet:
         return SupportSet(NumbersBound(self.base if side == "base" else self.target), rows(30, 7, 0.0))
 
     def source_tasks(self) -> tuple[str, ...]:

@@ -155,5 +155,5 @@ def test_the_pocket_suite_opens_the_embedded_models():
     assert not any(name.startswith("classifier.") for name in scene.trial.bound.trainable())
     batch = next(iter(scene.base().batches(scene.trial.splits.test[:4])))
     assert scene.trial.bound.features(scene.trial.model, batch).shape == (4, 128)
-    side = suite.support("unrelated", "target")
+    side = suite.support("unrelated", pocket.PRIMARY, "target")
     assert len(side.examples) == 300

@@ -211,7 +211,9 @@ def _merge(config: configs.MergeConfigOptions, out: Printer) -> None:
 def _reproduce(config: configs.ReproduceConfig, out: Printer) -> None:
     from gradfix.experiments import plan_reproduce
 
-    planned = plan_reproduce(config.table, config.suite, quick=config.quick, out=config.out, local=config.local)
+    planned = plan_reproduce(
+        config.table, config.suite, quick=config.quick, out=config.out, local=config.local, jobs=config.jobs
+    )
     out.notes([planned.estimate.words])
     if config.dry_run:
         out.say(f"would reproduce {config.table} of the {config.suite} suite")

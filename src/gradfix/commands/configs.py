@@ -279,7 +279,10 @@ class ReproduceConfig:
     quick: bool = option("Fewer seeds and budgets.", False)
     out: str | None = option("Folder for tables, figures and finished units.")
     yes: bool = option("Start without asking after the cost estimate.", False)
-    local: tuple[str, ...] = option("Folders that stand in for hub models or datasets: NAME=FOLDER.", ())
+    local: tuple[str, ...] = option(
+        "Folders that stand in for models or datasets: NAME=FOLDER; encoders=FOLDER is the encoders suite's own.", ()
+    )
+    jobs: int | None = option("Processes that measure side by side; on a GPU they share it.")
     dry_run: bool = option("Say what it would cost; measure and write nothing.", False)
 
 

@@ -1,15 +1,15 @@
-"""The paper's own suites: open_clip ViTs on five image tasks, and T5 on five text tasks.
+"""Suites that fine-tune their models; and the paper's own: open_clip ViTs on five image tasks, T5 on five text tasks.
 
 Models and datasets come from the hub, or from local folders that stand in for them. The old base (and, for the
-oracle, the target) is fine-tuned with the paper's recipe; fine-tunes are kept in the out folder and an
-interrupted one goes on where it was."""
+oracle, the target) is fine-tuned with the suite's recipe, the paper's own by default; fine-tunes are kept in the out
+folder and an interrupted one goes on where it was."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from gradfix._version import __version__
-from gradfix.align import align
 from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.trio import Trio
 from gradfix.data import Dataset
 from gradfix.experiments import paper
 from gradfix.experiments.paper import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, SupportSet
+from gradfix.methods.opening import lenders_of, vector_of
 from gradfix.methods.search import Search
-from gradfix.methods.trial import Lenders, Passes, Splits, Trial
+from gradfix.methods.trial import Passes, Splits, Trial
 from gradfix.tasks.base import Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
@@ -33,6 +34,7 @@ from gradfix.training.finetuning import Recipe, finetune
 from gradfix.vectors.taskvector import TaskVector
 
 SPEED = {"cuda": 6e13, "cpu": 5e10}  # operations per second, for the guess only
+TAUGHT = 2500  # samples that lessons and maps pass over, for the guess only
 FEW = Search(wider=(), rates=(1e-6, 1e-5, 1e-4), steps=(5, 10, 20, 40))
 
 
@@ -46,6 +48,10 @@ class ModelPair:
     held: float  # all weights of the file
     tokens: float
     sources: tuple[str, ...] = ()
+
+
+def _silent(_: str) -> None:
+    """Nobody is told: another process cannot reach the terminal."""
 
 
 @dataclass
@@ -63,7 +69,11 @@ class HubSuite(Suite):
     models: Mapping[str, ModelPair] = field(default_factory=dict, init=False)
     datasets: Mapping[str, Declared] = field(default_factory=dict, init=False)
     _data: dict[str, Dataset] = field(default_factory=dict, init=False, repr=False)
-    _stage: Callable[[str], None] = field(default=lambda _: None, init=False, repr=False)
+    _stage: Callable[[str], None] = field(default=_silent, init=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: what was loaded stays here."""
+        return {**vars(self), "_data": {}, "_stage": _silent}
 
     def make_task(self, data: Dataset) -> Task:
         raise NotImplementedError
@@ -99,15 +109,15 @@ class HubSuite(Suite):
         base, target = self.where(model.base), self.where(model.target)
         tuned = self.finetuned(model.base, task)
         bound = opener.open(target, device=self.device)
-        tau = TaskVector.between(base, tuned)
+        trio = Trio.open(base, tuned, target)
         trial = Trial(
             bound,
-            tau,
+            vector_of(trio),
             Splits(*(data.splits[name] for name in ("train", "validation", "test"))),
             search=self.grid.search,
             passes=Passes(batch_size=self.batch_size, allow_fewer=True),
-            lenders=Lenders(
-                aligned=lambda how: align(base, target, method=how).apply(tau),
+            lenders=replace(
+                lenders_of(trio, bound, opener),
                 tuned_target=lambda: TaskVector.between(target, self.finetuned(model.target, task)),
             ),
         )
@@ -161,16 +171,11 @@ class HubSuite(Suite):
 
     def estimate(self, questions: Sequence[Any]) -> Estimate:
         """Fine-tunes, votes and evaluations, from the declared sizes."""
-        trained = {(self.models[p].base, t, p) for q in questions for p, t in self._scenes(q)}
-        trained |= {(self.models[p].target, t, p) for _, t, p in trained}
-        for question in questions:
-            if question.get("setting") == "sources":
-                model = self.models[self.pairs[0]]
-                trained |= {(source, question.get("task"), self.pairs[0]) for source in model.sources}
+        trained = self._trained(questions)
         work = sum(6 * self._pass(p) * self.recipe.steps * self.recipe.batch_size for _, _, p in trained)
         for question in questions:
             for pair, task in self._scenes(question):
-                work += self._pass(pair) * self._passes(question, self.datasets[task])
+                work += self._pass(pair) * self._passes(question, task)
         disk = int(sum(4 * self.models[p].held for _, _, p in trained))
         seconds = work / SPEED[self.device]
         words = (
@@ -180,6 +185,19 @@ class HubSuite(Suite):
         )
         return Estimate(work, seconds, disk, words)
 
+    def fine_tunes(self, questions: Sequence[Any]) -> list[tuple[str, str]]:
+        return list(dict.fromkeys((model, task) for model, task, _ in sorted(self._trained(questions))))
+
+    def _trained(self, questions: Sequence[Any]) -> set[tuple[str, str, str]]:
+        """Model, task and pair of every fine-tune."""
+        trained = {(self.models[p].base, t, p) for q in questions for p, t in self._scenes(q)}
+        trained |= {(self.models[p].target, t, p) for _, t, p in trained}
+        for question in questions:
+            if question.get("setting") == "sources":
+                model = self.models[self.pairs[0]]
+                trained |= {(source, question.get("task"), self.pairs[0]) for source in model.sources}
+        return trained
+
     def _scenes(self, question: Any) -> list[tuple[str, str]]:
         pair, task = question.get("pair"), question.get("task")
         return [(pair, task)] if task is not None else [(pair, name) for name in self.tasks(pair)]
@@ -188,11 +206,18 @@ class HubSuite(Suite):
         """P times tokens: half a forward pass."""
         return self.models[pair].trained * self.models[pair].tokens
 
-    def _passes(self, question: Any, data: Declared) -> float:
-        train, test = data.size
-        validation = min(paper.VALIDATION_MOST, train * paper.VALIDATION_SHARE)
-        shots = (question.get("shots") or 0) * data.class_count
-        return 6 * shots + 2 * (len(self.grid.search.alphas) * validation + test)
+    def _passes(self, question: Any, task: str) -> float:
+        sizes = self.sizes(task)
+        shots = (question.get("shots") or 0) * sizes["classes"]
+        scored = len(self.grid.search.alphas) * sizes["validation"] + sizes["test"]
+        taught = TAUGHT if question.get("method") in ("best", "bico") else 0
+        return 6 * (shots + taught) + 2 * scored
+
+    def sizes(self, task: str) -> dict[str, float]:
+        """Examples that choose and judge, and classes, as declared: for the estimate."""
+        data = self.datasets[task]
+        validation = min(paper.VALIDATION_MOST, data.size[0] * paper.VALIDATION_SHARE)
+        return {"validation": validation, "test": data.size[1], "classes": data.class_count}
 
 
 def _grid(quick: bool, budgets: tuple[int, ...], main: tuple[int, ...], curve: int) -> Grid:
@@ -239,7 +264,7 @@ class OpenClipSuite(HubSuite):
     def _support_data(self) -> Dataset:
         return paper.load(paper.IMAGENET_R, self.local)
 
-    def support(self, pair: str, side: str) -> SupportSet:
+    def support(self, pair: str, task: str, side: str) -> SupportSet:
         data, model = self._support_data, self.models[pair]
         source = model.base if side == "base" else model.target
         bound = self.make_task(data).open(self.where(source), device=self.device)

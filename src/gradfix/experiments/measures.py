@@ -205,7 +205,7 @@ def run_support(opened: OpenSuite, *, pair: str, task: str, who: str, shots: int
     scene = opened.scene(pair, task)
     trial = scene.trial
     old = who in ("base", "base_tuned")
-    side = opened.suite.support(pair, "base" if old else "target")
+    side = opened.suite.support(pair, task, "base" if old else "target")
     if side is None:
         return {"accuracy": None, "support": None}
     bound = scene.base() if old else trial.bound
@@ -293,7 +293,7 @@ def _agreement(votes: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> floa
     """Over all weights together."""
     same = both = 0
     for name, counted in votes.items():
-        left, right = counted.sign(), known[name].sign().to(counted.dtype)
+        left, right = counted.sign(), known[name].sign().to(counted)
         decided = (left != 0) & (right != 0)
         same += int(((left == right) & decided).sum())
         both += int(decided.sum())

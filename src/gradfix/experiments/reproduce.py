@@ -1,7 +1,8 @@
 """`gradfix reproduce`: plan the questions, answer them, lay out the tables.
 
-Planning opens nothing, so the cost is known before anything starts. Answers live in the out folder: a second
-run, or another table that shares them, reads them back. Several processes may answer."""
+Planning opens no model, so the cost is known before anything starts. Answers live in the out folder: a second
+run, or another table that shares them, reads them back. Several processes may answer, and a table is written when
+its last answer is there."""
 
 from __future__ import annotations
 
@@ -80,25 +81,44 @@ class PlannedReproduction:
     """What a reproduction will ask, and what that costs."""
 
     suite: Suite
-    names: Sequence[str]
-    questions: Sequence[Question]
+    asked: Mapping[str, Sequence[Question]]  # by table
     out: Path | None
     quick: bool
+    jobs: int
+
+    @property
+    def questions(self) -> list[Question]:
+        return list(dict.fromkeys(question for asked in self.asked.values() for question in asked))
 
     @property
     def estimate(self) -> Estimate:
         return self.suite.estimate(self.questions)
 
     def run(self, stage: Stage = lambda _: None) -> Reproduction:
+        questions = self.questions
         with _folder(self.out) as store:
             self.suite.use(store, stage)
-            answers = answer_all(self.suite, store, self.questions, stage)
-            stage("laying out the tables")
-            content = {name: EXPERIMENTS[name].table(self.suite, answers) for name in self.names}
+            opened = OpenSuite(self.suite, store)
+            answers = {question: known for question in questions if (known := opened.known(question)) is not None}
+            made = self._laid_out(answers, None)
+            for question, answer in _answered(opened, [q for q in questions if q not in answers], self.jobs, stage):
+                answers[question] = answer
+                stage(f"{len(answers)} of {len(questions)}: {question}")
+                made = self._laid_out(answers, made)
+        return made
+
+    def _laid_out(self, answers: Mapping[Question, Answer], before: Reproduction | None) -> Reproduction:
+        """The tables whose answers are all known; those that were not there before are written."""
+        old = before.content if before is not None else {}
+        ready = {name for name, asked in self.asked.items() if name in old or all(q in answers for q in asked)}
+        if before is not None and ready == set(old):
+            return before
+        fresh = {name: EXPERIMENTS[name].table(self.suite, answers) for name in self.asked if name in ready - set(old)}
+        content = {name: fresh.get(name) or old[name] for name in self.asked if name in ready}
         seconds = sum(answer.get("took", 0.0) for answer in answers.values())
         made = Reproduction(self.suite.name, self.quick, content, versions(), seconds)
         if self.out is not None:
-            _write(content, self.out)
+            _write(fresh, self.out)
             write_text(self.out / RESULTS, json.dumps(made.as_json(), indent=1) + "\n")
         return made
 
@@ -110,20 +130,24 @@ def plan_reproduce(
     quick: bool = False,
     out: str | os.PathLike[str] | None = None,
     local: Sequence[str] = (),
+    jobs: int | None = None,
 ) -> PlannedReproduction:
-    """Check the names and list the questions; nothing is opened or downloaded.
+    """Check the names and list the questions; no model is opened and nothing is downloaded.
 
-    `local` are NAME=FOLDER words: folders that stand in for hub models and datasets."""
+    `local` are NAME=FOLDER words: folders that stand in for models and datasets. `jobs` processes measure side by
+    side; by default as many as the suite likes on this machine."""
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs must be 1 or more, got {jobs}.")
     names = _names(table)
     chosen = SUITES[suite](quick=quick, local=_folders(local)) if isinstance(suite, str) else suite
-    questions: dict[Question, None] = {}
+    asked: dict[str, list[Question]] = {}
     for name in names:
+        ask = Questions(chosen)
         if not EXPERIMENTS[name].needs(chosen):
-            ask = Questions(chosen)
             EXPERIMENTS[name].run(ask)
-            questions |= ask.asked
+        asked[name] = list(ask.asked)
     folder = Path(out) if out else Path(f"gradfix-reproduce-{chosen.name}") if chosen.asks_first else None
-    return PlannedReproduction(chosen, names, list(questions), folder, quick)
+    return PlannedReproduction(chosen, asked, folder, quick, jobs or min(chosen.processes, os.cpu_count() or 1))
 
 
 def _names(table: str) -> list[str]:
@@ -165,31 +189,36 @@ def _write(content: Mapping[str, Mapping[str, Any]], out: Path) -> None:
             draw(table["figure"], table["title"], out / "figures" / name)
 
 
-def answer_all(suite: Suite, store: Path, questions: Sequence[Question], stage: Stage) -> dict[Question, Answer]:
-    """Every answer; questions of one place are answered together, by as many processes as the suite likes."""
-    opened = OpenSuite(suite, store)
-    found = {question: known for question in questions if (known := opened.known(question)) is not None}
-    missing = sorted((q for q in questions if q not in found), key=lambda q: (q.place, str(q)))
-    groups = [list(group) for _, group in groupby(missing, key=lambda q: q.place)]
-    for question, answer in _answered(suite, opened, groups):
-        found[question] = answer
-        stage(f"{len(found)} of {len(questions)}: {question}")
-    return found
+def _answered(
+    opened: OpenSuite, missing: Sequence[Question], jobs: int, stage: Stage
+) -> Iterator[tuple[Question, Answer]]:
+    """Answers as they come. Questions of one place are answered together, by one of several processes.
 
-
-def _answered(suite: Suite, opened: OpenSuite, groups: Sequence[list[Question]]) -> Iterator[tuple[Question, Answer]]:
-    workers = min(suite.processes, os.cpu_count() or 1, len(groups))
-    if workers < 2:
+    What two processes would both make, the fine-tunes, is made before."""
+    ordered = sorted(missing, key=lambda q: (q.place, str(q)))
+    groups = [list(group) for _, group in groupby(ordered, key=lambda q: q.place)]
+    if min(jobs, len(groups)) < 2:
         for group in groups:
             for question in group:
                 yield question, opened.answer(question)
         return
+    with _workers(opened, min(jobs, len(groups))) as pool:
+        tuned = opened.suite.fine_tunes(missing)
+        for number, job in enumerate(as_completed([pool.submit(_tune, *one) for one in tuned]), 1):
+            stage(f"{number} of {len(tuned)} fine-tunes: {job.result()}")
+        largest_first = sorted(groups, key=len, reverse=True)
+        for done in as_completed([pool.submit(_work, group) for group in largest_first]):
+            yield from done.result()
+
+
+@contextmanager
+def _workers(opened: OpenSuite, count: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that end with the last question, or at once when anything goes wrong."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start, initargs=(suite, opened.store)) as pool:
-        jobs = {pool.submit(_work, group): group for group in sorted(groups, key=len, reverse=True)}
+    start = (opened.suite, opened.store)
+    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_start, initargs=start) as pool:
         try:
-            for job in as_completed(jobs):
-                yield from zip(jobs[job], job.result(), strict=True)
+            yield pool
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -205,8 +234,14 @@ def _start(suite: Suite, store: Path) -> None:
     _OPENED[:] = [OpenSuite(suite, store)]
 
 
-def _work(questions: Sequence[Question]) -> list[Answer]:
-    return [_OPENED[0].answer(question) for question in questions if _wanted()]
+def _tune(model: str, task: str) -> str:
+    if _wanted():
+        _OPENED[0].suite.finetuned(model, task)
+    return f"{model} on {task}"
+
+
+def _work(questions: Sequence[Question]) -> list[tuple[Question, Answer]]:
+    return [(question, _OPENED[0].answer(question)) for question in questions if _wanted()]
 
 
 def _wanted() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from gradfix import pocket
 from gradfix._version import __version__
 from gradfix.align import align
+from gradfix.checkpoints.trio import Trio
 from gradfix.errors import UsageError
+from gradfix.methods.opening import lenders_of
 from gradfix.methods.search import Search
-from gradfix.methods.trial import Lenders, Passes, Splits, Trial
+from gradfix.methods.trial import Passes, Splits, Trial
 from gradfix.registry import Registry
 from gradfix.tasks.base import Batch, Bound, ClosedSet, Example
 from gradfix.tasks.loading import freeze_all_but
@@ -100,8 +102,8 @@ class Suite(ABC):
     def paper_model(self, pair: str) -> str:
         """The model of the paper whose figures stand beside this pair's."""
 
-    def support(self, pair: str, side: str) -> SupportSet | None:
-        """The support set for the "base" or the "target"; None where the suite has none."""
+    def support(self, pair: str, task: str, side: str) -> SupportSet | None:
+        """A task's support set for the "base" or the "target"; None where the suite has none."""
         return None
 
     def source_tasks(self) -> tuple[str, ...]:
@@ -118,6 +120,14 @@ class Suite(ABC):
 
     def use(self, out: Path, stage: Callable[[str], None]) -> None:  # noqa: B027
         """Where the suite may keep what it makes, such as fine-tuned checkpoints, and whom to tell."""
+
+    def fine_tunes(self, questions: Sequence[Any]) -> list[tuple[str, str]]:
+        """Models and tasks whose fine-tunes these questions need; several processes make them first."""
+        return []
+
+    def finetuned(self, model: str, task: str) -> Path:
+        """The checkpoint of a model fine-tuned on a task."""
+        raise NotImplementedError
 
     @abstractmethod
     def estimate(self, questions: Sequence[Any]) -> Estimate: ...
@@ -210,17 +220,20 @@ class PocketSuite(Suite):
         splits = Splits(
             _examples("train", task), _examples("validation", task), _examples("test", task, TESTED[self.quick])
         )
-        tuned = lambda: TaskVector.between(given.target, given.target_tuned)  # noqa: E731
+        lenders = replace(
+            lenders_of(Trio.open(given.base, given.tuned, given.target), bound, None),
+            aligned=aligned,
+            tuned_target=lambda: TaskVector.between(given.target, given.target_tuned),
+        )
         trial = Trial(
-            bound, tau, splits, search=self.grid.search, passes=Passes(batch_size=50),
-            lenders=Lenders(aligned=aligned, tuned_target=tuned),
+            bound, tau, splits, search=self.grid.search, passes=Passes(batch_size=50), lenders=lenders
         )  # fmt: skip
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
         samples = pocket.figures()["images"]["all"]  # what the fine-tunes were trained on
         return Scene(trial, lambda: PocketBound(given.base), samples, len(bound.labels), size, TOKENS)
 
-    def support(self, pair: str, side: str) -> SupportSet:
+    def support(self, pair: str, task: str, side: str) -> SupportSet:
         given = pocket.pair(pair)
         bound = PocketBound(given.base if side == "base" else given.target)
         return SupportSet(bound, _examples("test", "clean", TESTED[self.quick]))

@@ -28,6 +28,7 @@ from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights
 from gradfix.votes.resume import weights_key
 
 SAVE_EVERY_SECONDS = 30.0
+PIECE = 128  # samples of a few-shot step that go through the model together
 SAVE_SHARE = 0.05  # saving a large model takes a while: at most this much of the time
 
 
@@ -173,8 +174,9 @@ def tune(
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):
         with left_as_it_was(bound.model), torch.enable_grad():
-            loss = bound.loss(bound.model, bound.collate([examples[row] for row in rows])).mean()
-            training.step(step, [loss])
+            parts = [rows[first : first + PIECE] for first in range(0, len(rows), PIECE)]
+            losses = (bound.loss(bound.model, bound.collate([examples[row] for row in part])).mean() for part in parts)
+            training.step(step, (loss * (len(part) / len(rows)) for loss, part in zip(losses, parts, strict=True)))
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:
             yield step + 1, work
