@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from gradfix import ENGINES, collect_votes
 from gradfix.errors import DataError
 from gradfix.votes.batched.engine import batched
-from gradfix.votes.engines.loop import loop, take
+from gradfix.votes.engines.loop import loop
+from gradfix.votes.engines.passes import take
 from gradfix.votes.tally import Tally
 from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
 

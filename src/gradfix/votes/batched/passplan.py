@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
@@ -66,6 +67,7 @@ class PassPlan:
     ragged: bool = False
     proven: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
     places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
+    dtype: torch.dtype = torch.float32  # the narrowest that activations have
 
     @property
     def flat(self) -> bool:
@@ -98,7 +100,9 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> P
             else:
                 left_out |= roots
         steps.append(step)
-    return PassPlan(leave_out(steps, left_out), left_out)
+    kinds = {o.output.dtype for o in operations if o.output is not None and o.output.is_floating_point()}
+    narrowest = min(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    return PassPlan(leave_out(steps, left_out), left_out, dtype=narrowest)
 
 
 def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradfix.votes.batched.layers import rule_for
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation
 from gradfix.votes.batched.replay import overwrites
 from gradfix.votes.batched.sample_rows import keeps_rows, support
+from gradfix.votes.engines.passes import tensors_of
 
 _BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 Receiver = Callable[[Sequence[Tensor], Tensor], None]
@@ -133,7 +133,7 @@ class PlanningWatch(Watch):
         self.samples = samples
         self.group: Sequence[int] | None = None  # whose losses are switched on
         self.from_samples: Any = WeakIdKeyDictionary()  # tensors that depend on the batch
-        self.batch = {id(leaf): leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)}
+        self.batch = {id(leaf): leaf for leaf in tensors_of(batch)}
         self.operations: list[Operation] = []
         self.in_place: set[Any] = set()  # graph nodes that index, and leave every row with its sample
 

@@ -1,15 +1,16 @@
-"""engine="auto": the fastest engine that gives this model's votes, checked on two samples before it is trusted.
+"""engine="auto": the fastest engine that gives this model's votes, checked before it is trusted.
 
-The batched engine votes on two samples and the loop takes the same votes back; what is left must be rounding.
-The choice and its reason go into the notes of the votes."""
+The batched engine votes on the first and the last sample and the loop takes the same votes back; what is left must be
+rounding. The losses of the first batch as a whole must be those of its halves, or its samples depend on each other. The choice and its reason go into the notes of the votes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.votes.batched.engine import LOOP_SHARE, batched, left_out_share
-from gradfix.votes.engines.loop import Batch, Engine, Loss, backward, batch_size, folding, loop, samples, take
+from gradfix.votes.batched.engine import batched
+from gradfix.votes.engines.loop import Engine, backward, folding, loop
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
 from gradfix.votes.tally import Tally
 
 CHECKED_SAMPLES = 2
@@ -20,10 +21,13 @@ ALLOWED_16 = 0.25
 
 
 def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[Engine, list[str]]:
-    """The engine for this model and kind of batch, and a note that says why."""
-    if batch_size(batch) < CHECKED_SAMPLES:
+    """The engine for this model and kind of batch, and a note that says why.
+
+    Unless it is the loop, it must yet see that samples have the same losses all together (`expected`)."""
+    size = batch_size(batch)
+    if size < CHECKED_SAMPLES:
         return loop, ["engine loop: the first batch holds one sample."]
-    few = take(batch, slice(0, CHECKED_SAMPLES))
+    few = take(batch, torch.tensor([0, size - 1]))
     held = _allocated(tally)
     trial = Tally(tally.parameters)
     try:
@@ -31,15 +35,15 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[En
         batched(model, loss, few, trial, record=False)
     except Exception as error:  # whatever a model does to the fast path, the loop still works
         return loop, [f"engine loop: batched failed with {type(error).__name__}: {error}."]
-    if left_out_share(model, loss, few, tally) > LOOP_SHARE:
-        return loop, ["engine loop: most weights are used in ways the batched engine has no rule for."]
+    if trial.looped:
+        return loop, [f"engine loop: {next(iter(trial.looped))}."]
     bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES
     wrong = disagreements(model, loss, few, trial)
     if wrong:
         name, share = max(wrong.items(), key=lambda item: item[1])
         return loop, [f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."]
     note = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
-    return _in_parts(bytes_per_sample, batch_size(batch), tally), [note]
+    return _in_parts(bytes_per_sample, size, tally), [note]
 
 
 def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
@@ -82,9 +86,11 @@ def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
     if room >= samples:
         return batched
 
-    def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, expected: Tensor | None = None) -> None:
         for start in range(0, batch_size(batch), room):
-            batched(model, loss, take(batch, slice(start, start + room)), tally)
+            rows = slice(start, start + room)
+            known = None if expected is None else expected[rows]
+            batched(model, loss, take(batch, rows), tally, expected=known)
 
     return engine
 
