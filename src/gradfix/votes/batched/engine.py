@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gradfix.errors import DataError, UnsafeResult
 from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
-from gradfix.votes.batched.sample_rows import halves_of_samples, lone_samples, picked_rows, reach
+from gradfix.votes.batched.sample_rows import behind, halves_of_samples, lone_samples, picked_rows, reach
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import PlanningWatch
 from gradfix.votes.engines.loop import NotFinite, fold_each, refuse_detached
@@ -163,9 +163,12 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
         except PlanMismatch:
             plan = _make_plan(asked, whole=True)
             continue
-        if plan.proven:
+        if plan.proven and not plan.silent:
             return votes, losses
         seen = reach(losses, tally.parameters, votes.anchor)
+        if plan.proven and seen.others:  # what was silent before speaks now
+            plan = _make_plan(asked, whole=True)
+            continue
         if seen.hidden:
             raise NeedsLoop(HIDDEN)
         if seen.parameters <= plan.left_out:
@@ -203,7 +206,9 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     refuse_detached(losses)
     if reach(losses, parameters, watch.anchor).hidden:
         raise NeedsLoop(HIDDEN)
-    picked = picked_rows(losses, watch.in_place)
+    picked, nodes = picked_rows(losses, watch.in_place), behind(losses)
+    for operation in watch.operations:
+        operation.reached = operation.node is None or operation.node in nodes
     for group in halves_of_samples(count) if whole and picked else lone_samples(count):
         watch.group = group
         only = torch.zeros_like(losses)

@@ -357,6 +357,37 @@ class RMSNorm(LayerNorm):
         return F.rms_norm(call.inputs["input"], call.options["normalized_shape"], None, call.options.get("eps"))
 
 
+@register("batch_norm")
+class BatchNorm(_Norm):
+    """With fixed statistics, which belong to no sample however many channels there are."""
+
+    functions = (F.batch_norm, torch.batch_norm)
+
+    def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
+        if len(args) == 9 or "cudnn_enabled" in kwargs:
+            names = "input weight bias running_mean running_var training momentum eps cudnn_enabled"
+        else:
+            names = "input running_mean running_var weight bias training momentum eps"
+        bound = _bind(names, args, kwargs)
+        mean, variance = bound.get("running_mean"), bound.get("running_var")
+        if is_weight(bound["input"]) or mean is None or variance is None or bound.get("training"):
+            return None
+        roles = _weights(is_weight, weight=bound.get("weight"), bias=bound.get("bias"))
+        inputs = {"input": bound["input"], "mean": mean, "variance": variance} if "weight" in roles else {}
+        return Call(roles, inputs, {"eps": bound.get("eps", 1e-5)})
+
+    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+        return layout.dim == 0
+
+    def normalised(self, call: Call) -> Tensor:
+        kept = call.inputs
+        return F.batch_norm(kept["input"], kept["mean"], kept["variance"], None, None, False, 0.0, call.options["eps"])
+
+    def sums(self, values: Tensor, weight: Tensor, samples: Samples) -> Dense:
+        by_sample = samples.split(values)  # samples, rows, channels, ...
+        return Dense(by_sample.sum([dim for dim in range(1, by_sample.ndim) if dim != 2]))
+
+
 @register("group_norm")
 class GroupNorm(_Norm):
     functions = (F.group_norm, torch.group_norm)

@@ -43,6 +43,7 @@ class Operation:
     on_samples: bool
     output: Tensor | None = None
     node: Any = None
+    reached: bool = True  # by the loss of some sample
     seen: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
 
 
@@ -68,6 +69,7 @@ class PassPlan:
     proven: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
     places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
     dtype: torch.dtype = torch.float32  # the narrowest that activations have
+    silent: bool = False  # some operations reach no loss: heads that are not asked
 
     @property
     def flat(self) -> bool:
@@ -91,7 +93,7 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> P
         live = [w for w in operation.weights if w[2] is None or steps[w[2]].role == "derive"]
         roots = frozenset().union(*(names for _, names, _ in live))
         step = Step(operation.key, "pass", roots=roots, on_samples=operation.on_samples)
-        if live:
+        if live and operation.reached:
             found = _voting_step(operation, {id(tensor) for tensor, _, _ in live}, roots, samples)
             if found is not None:
                 step = found
@@ -102,7 +104,8 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> P
         steps.append(step)
     kinds = {o.output.dtype for o in operations if o.output is not None and o.output.is_floating_point()}
     narrowest = min(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
-    return PassPlan(leave_out(steps, left_out), left_out, dtype=narrowest)
+    silent = any(not operation.reached for operation in operations)
+    return PassPlan(leave_out(steps, left_out), left_out, dtype=narrowest, silent=silent)
 
 
 def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:

@@ -118,6 +118,7 @@ class Attention(_Replayed):
     """Attention under a mask that is made of weights, the same for every sample: relative position biases."""
 
     functions = (F.scaled_dot_product_attention,)
+    owns_output = False
     spreads = True
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
@@ -227,6 +228,8 @@ def _vjp(call: Call, inputs: dict[str, Tensor], gradient: Tensor) -> dict[str, T
     leaves = {role: _leaf(weight) for role, weight in call.weights.items()}
     with torch.enable_grad():
         output = run(call, call.options["function"], leaves, inputs)
+    if not output.requires_grad:  # it asked the weights for no values
+        return {role: torch.zeros_like(leaf) for role, leaf in leaves.items()}
     found = torch.autograd.grad(output, list(leaves.values()), gradient, allow_unused=True)
     return {role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)}
 

@@ -128,6 +128,11 @@ class Reach:
     hidden: bool
 
 
+def behind(losses: Tensor) -> set[Any]:
+    """All graph nodes that the losses depend on."""
+    return set(_nodes(losses))
+
+
 def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -> Reach:
     names = {id(p): name for name, p in parameters.items()}
     found: set[str] = set()

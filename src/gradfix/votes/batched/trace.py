@@ -33,9 +33,9 @@ from gradfix.votes.batched.watch import (
     Tracked,
     Watch,
     inside,
-    is_composite,
     is_own,
     key_of,
+    opened_up,
     refuse_inner,
     tensors_in,
 )
@@ -106,14 +106,14 @@ class VotingWatch(Watch):
             output = self._by_places(places, func, args, kwargs)
             if output is not None:
                 return output
-        weights = self.weights_in(args, kwargs)
+        weights = self.weights_in(func, args, kwargs)
         if not weights or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         key = key_of(func, weights)
         step = self._next(key)
-        if step is None and is_composite(func):
+        if step is None and (opened := opened_up(func, args, kwargs)) is not None:
             with self:
-                return inside(func)(*args, **kwargs)
+                return opened()
         if step is None or step.role != "vote":
             output = func(*args, **kwargs)
             if step is None and any(tensor.requires_grad for tensor in tensors_in(output)):

@@ -14,20 +14,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradfix.votes.batched.layers import rule_for
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation
+from gradfix.votes.batched.recurrent import spelled_out
 from gradfix.votes.batched.replay import overwrites
 from gradfix.votes.batched.sample_rows import keeps_rows, support
 from gradfix.votes.engines.passes import tensors_of
 
+_LIKENESSES = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
 _BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 Receiver = Callable[[Sequence[Tensor], Tensor], None]
 
 
-class Tap(torch.autograd.Function):
+class Tap(Function):
     """The identity; on the way back it shows the gradient to a receiver."""
 
     @staticmethod
@@ -51,7 +54,7 @@ class Tap(torch.autograd.Function):
         return gradient, None, None, None, *(None for _ in range(ctx.inputs))
 
 
-class Spread(torch.autograd.Function):
+class Spread(Function):
     """A weight as if every sample had its own, without the memory; on the way back it shows each sample's gradient."""
 
     @staticmethod
@@ -97,8 +100,20 @@ class Watch(TorchFunctionMode):
         self.tracked = {id(p): Tracked(p, (name,)) for name, p in parameters.items()}
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
-    def weights_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
+    def __enter__(self) -> Watch:
+        _show_functions()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _hide_functions()
+
+    def weights_in(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
         found: list[Tracked] = []
+        if func in _LIKENESSES:  # what else it is given tells a shape or a dtype, no values
+            self._search(args[:1], found)
+            return found
         self._search(args, found)
         if kwargs:
             self._search(kwargs.values(), found)
@@ -142,13 +157,13 @@ class PlanningWatch(Watch):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_inner(func)
-        weights = self.weights_in(args, kwargs)
+        weights = self.weights_in(func, args, kwargs)
         on_samples = any(self._depends_on_samples(t) for t in tensors_in((args, kwargs)))
         if not weights or not torch.is_grad_enabled():
             output = func(*args, **kwargs)
-        elif on_samples and is_composite(func):
+        elif on_samples and (opened := opened_up(func, args, kwargs)) is not None:
             with self:
-                return inside(func)(*args, **kwargs)
+                return opened()
         else:
             output = self._record(func, args, kwargs, weights, on_samples)
         if on_samples:
@@ -216,16 +231,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _may_overwrite(func: Any, output: Tensor) -> bool:
     """Whether the tap may take over the output itself, so that later in-place changes stay legal."""
-    return rule_for(func) is not None and is_own(output)
+    rule = rule_for(func)
+    return rule is not None and rule.owns_output and is_own(output)
 
 
 def is_own(output: Tensor) -> bool:
     return not output._is_view() and not (output.is_leaf and output.requires_grad)
 
 
-def is_composite(func: Any) -> bool:
-    """Written in Python over other torch functions, with no rule of its own: multi-head attention, say."""
-    return isinstance(func, types.FunctionType) and func.__module__ == F.__name__ and rule_for(func) is None
+def opened_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The call in smaller ones that a mode sees: multi-head attention and recurrent layers, say."""
+    if isinstance(func, types.FunctionType):  # written in Python over other torch functions, with no rule of its own
+        composite = func.__module__ == F.__name__ and rule_for(func) is None
+        return functools.partial(inside(func), *args, **kwargs) if composite else None
+    return spelled_out(func, args, kwargs)
 
 
 @functools.cache
@@ -236,6 +255,35 @@ def inside(func: types.FunctionType) -> Callable[..., Any]:
     bare = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     bare.__kwdefaults__ = func.__kwdefaults__
     return bare
+
+
+_APPLY = Function.__dict__["apply"]
+_showing = 0
+
+
+def _show_functions() -> None:
+    """Let modes see calls of custom autograd functions, which they do not otherwise."""
+    global _showing  # noqa: PLW0603
+    _showing += 1
+    Function.apply = classmethod(_apply_in_sight)  # type: ignore[assignment]
+
+
+def _hide_functions() -> None:
+    global _showing  # noqa: PLW0603
+    _showing -= 1
+    if not _showing:
+        Function.apply = _APPLY  # type: ignore[method-assign]
+
+
+def _apply_in_sight(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(_applied(kind), (), *args, **kwargs)
+    return _applied(kind)(*args, **kwargs)
+
+
+@functools.cache
+def _applied(kind: type[Function]) -> Callable[..., Any]:
+    return functools.partial(_APPLY.__func__, kind)
 
 
 def _no(*_: Any) -> bool:
