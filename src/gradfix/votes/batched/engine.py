@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,9 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, PlanMismatch, leave_out, resolve
+from gradfix.votes.batched.passplan import NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
-from gradfix.votes.batched.sample_rows import behind, halves_of_samples, lone_samples, picked_rows, reach
+from gradfix.votes.batched.sample_rows import (
+    RowSums,
+    behind,
+    digit_base,
+    lone_samples,
+    picked_rows,
+    reach,
+    support,
+    tags,
+)
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import PlanningWatch
 from gradfix.votes.engines.loop import NotFinite, fold_each, refuse_detached
@@ -209,22 +219,36 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     picked, nodes = picked_rows(losses, watch.in_place), behind(losses)
     for operation in watch.operations:
         operation.reached = operation.node is None or operation.node in nodes
-    for group in halves_of_samples(count) if whole and picked else lone_samples(count):
-        watch.group = group
-        only = torch.zeros_like(losses)
-        only[group] = 1
-        torch.autograd.grad(losses, [watch.anchor], only, retain_graph=True, allow_unused=True)
+        operation.picked = operation.node in picked
+    _see_rows(watch, losses, owned=whole and bool(picked))
     plan = resolve(watch.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
-    plan.ragged = any(
-        step.layout is not None and operation.node in picked for step, operation in zip(plan.steps, watch.operations)
-    )
     watch.forget()
-    if plan.left_out:
+    if plan.left_out and (whole or not plan.ragged):
         _note(plan.left_out)
     plans = _PLANS.setdefault(asked.model, {})
     for key in _keys(asked)[: 1 if plan.flat else 2]:
         plans[key] = plan
     return plan
+
+
+def _see_rows(watch: PlanningWatch, losses: Tensor, owned: bool) -> None:
+    """Backward passes without weights that show whose rows are whose: by single samples, or (`owned`) by scaled losses."""
+    count, turns = watch.samples, list[tuple[Tensor, Callable[[Operation, Tensor], None]]]()
+    if owned:
+        scales = losses.new_tensor(tags(count, digit_base(watch.dtypes()))).exp2()
+        turns = [(scale, lambda operation, gradient: operation.sums.append(RowSums(gradient))) for scale in scales]
+    else:
+        for group in lone_samples(count):
+            only = torch.zeros_like(losses)
+            only[group] = 1
+            turns.append((only, partial(_keep_support, group, count)))
+    for scale, look in turns:
+        watch.look = look
+        torch.autograd.grad(losses, [watch.anchor], scale, retain_graph=True, allow_unused=True)
+
+
+def _keep_support(group: Sequence[int], samples: int, operation: Operation, gradient: Tensor) -> None:
+    operation.seen.append((group, support(gradient, samples)))
 
 
 def _known_plan(asked: BatchVote) -> PassPlan | None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradfix.votes.batched.forms import Dense, Form, OneByOne
 from gradfix.votes.batched.layers import Call, IsWeight, Rule, Samples, fused_sums, register
-from gradfix.votes.batched.sample_rows import SampleLayout
+from gradfix.votes.batched.sample_rows import Layout, SampleLayout
 
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.add_: torch.add,
@@ -81,7 +81,7 @@ class Broadcast(_Replayed):
         if out_of_place(function) in _SUMS:
             call.inputs = {p: t.new_zeros(()).expand(t.shape) for p, t in call.inputs.items()}
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return all(aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -127,7 +127,7 @@ class Attention(_Replayed):
             return None
         return call
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         weights = call.weights.values()
         return layout == SampleLayout(0, 1) and all(aligned(weight, len(output)).shape[0] == 1 for weight in weights)
 
@@ -156,7 +156,7 @@ class Repeat(_Replayed):
 
     owns_output = False
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return True
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -171,7 +171,7 @@ class Repeat(_Replayed):
             return {role: Dense(by_sample.sum(summed).reshape(samples.count, *weight.shape))}
         return one_by_one(call, lambda n: self._masked(call, gradient, samples.layout, n), samples.count)
 
-    def _masked(self, call: Call, gradient: Tensor, layout: SampleLayout, sample: int) -> dict[str, Tensor]:
+    def _masked(self, call: Call, gradient: Tensor, layout: Layout, sample: int) -> dict[str, Tensor]:
         alone = torch.zeros_like(gradient)
         layout.take(alone, sample).copy_(layout.take(gradient, sample))
         return _vjp(call, call.inputs, alone)
@@ -182,7 +182,7 @@ class Local(_Replayed):
 
     owns_output = False
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return True
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:

@@ -37,6 +37,7 @@ from gradfix.votes.batched.watch import (
     key_of,
     opened_up,
     refuse_inner,
+    same_storage,
     tensors_in,
 )
 from gradfix.votes.tally import Tally
@@ -246,7 +247,7 @@ class VotingWatch(Watch):
         outputs = list(tensors_in(output))
         if func in _CASTS:
             views: list[Tensor] = [source.votes]
-        elif all(_same_storage(tensor, source.tensor) for tensor in outputs):
+        elif all(same_storage(tensor, source.tensor) for tensor in outputs):
             try:
                 views = list(tensors_in(func(*_swapped(args, source), **_swapped(kwargs, source))))
             except RuntimeError:  # a view that the weight's strides allow, and the tally's do not
@@ -256,7 +257,7 @@ class VotingWatch(Watch):
         else:
             return
         for tensor, view in zip(outputs, views):
-            if view.shape == tensor.shape and id(tensor) in self.tracked and _same_storage(view, source.votes):
+            if view.shape == tensor.shape and id(tensor) in self.tracked and same_storage(view, source.votes):
                 self.tracked[id(tensor)].votes = view
 
     def _refuse_recomputed(self, output: Any) -> None:
@@ -346,10 +347,6 @@ def _lasting_node(output: Tensor) -> Any:
     assert base is not None
     same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
     return base.grad_fn if same else None
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _swapped(value: Any, source: Tracked) -> Any:

@@ -22,7 +22,7 @@ from gradfix.votes.batched.layers import rule_for
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation
 from gradfix.votes.batched.recurrent import spelled_out
 from gradfix.votes.batched.replay import overwrites
-from gradfix.votes.batched.sample_rows import keeps_rows, support
+from gradfix.votes.batched.sample_rows import keeps_rows
 from gradfix.votes.engines.passes import tensors_of
 
 _LIKENESSES = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
@@ -146,7 +146,7 @@ class PlanningWatch(Watch):
     def __init__(self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device) -> None:
         super().__init__(parameters, device)
         self.samples = samples
-        self.group: Sequence[int] | None = None  # whose losses are switched on
+        self.look: Callable[[Operation, Tensor], None] | None = None  # at the gradient of an operation's output
         self.from_samples: Any = WeakIdKeyDictionary()  # tensors that depend on the batch
         self.batch = {id(leaf): leaf for leaf in tensors_of(batch)}
         self.operations: list[Operation] = []
@@ -174,6 +174,9 @@ class PlanningWatch(Watch):
                     self.from_samples[tensor] = True
         return output
 
+    def dtypes(self) -> set[torch.dtype]:
+        return {operation.output.dtype for operation in self.operations if operation.output is not None}
+
     def forget(self) -> None:
         super().forget()
         self.in_place.clear()
@@ -190,13 +193,14 @@ class PlanningWatch(Watch):
         output = func(*args, **kwargs)
         if not any(tensor.requires_grad for tensor in tensors_in(output)):
             return output
+        on_samples = on_samples and not _is_part(output, weights)
         inputs = [(t.tensor, frozenset(t.roots), t.made_by) for t in weights]
         operation = Operation(key_of(func, weights), args, kwargs, inputs, on_samples)
         if isinstance(output, Tensor) and not (overwrites(func) and output._is_view()):
 
             def receive(_: Sequence[Tensor], gradient: Tensor) -> None:
-                if self.group is not None:
-                    operation.seen.append((self.group, support(gradient, self.samples)))
+                if self.look is not None:
+                    self.look(operation, gradient)
 
             output = Tap.apply(output, self.anchor, receive, _may_overwrite(func, output))
             operation.output, operation.node = output.detach(), output.grad_fn
@@ -227,6 +231,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
+
+
+def _is_part(output: Any, weights: list[Tracked]) -> bool:
+    """Whether all that comes out is a part of one weight: an expert's, even where the samples chose the expert."""
+    return len(weights) == 1 and all(same_storage(tensor, weights[0].tensor) for tensor in tensors_in(output))
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _may_overwrite(func: Any, output: Tensor) -> bool:
