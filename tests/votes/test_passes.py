@@ -123,6 +123,7 @@ class Capacity(nn.Module):
         return self.head((x + admitted * self.inner(x)).tanh())
 
 
+@pytest.mark.filterwarnings("ignore:samples of a batch depend")
 @pytest.mark.parametrize("resumed", [False, True])
 def test_samples_that_couple_only_beyond_two_go_to_the_loop(resumed: bool, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("gradfix.votes.resume.SAVE_EVERY_SECONDS", 0.0)
@@ -138,12 +139,9 @@ def test_samples_that_couple_only_beyond_two_go_to_the_loop(resumed: bool, tmp_p
             yield batches[1]
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with pytest.raises(KeyboardInterrupt):
             gradfix.collect_votes(model, loss_of, dying(), **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = gradfix.collect_votes(model, loss_of, batches, **options)
+    found = gradfix.collect_votes(model, loss_of, batches, **options)
     assert_votes(found, {name: votes.long() for name, votes in expected.items()})
     assert found.notes == ("engine loop: samples of a batch depend on each other.",)
 
@@ -184,3 +182,33 @@ def test_what_a_tokenizer_gives_is_a_batch(engine: str) -> None:
 def test_a_batch_without_tensors_is_explained() -> None:
     with pytest.raises(DataError, match="this one is a dict without any"):
         gradfix.collect_votes(nn.Linear(1, 1), lambda m, b: m(b), [{"x": [1, 2]}])
+
+
+class Steep(nn.Module):
+    """Finite losses; the slope of a root at zero is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(x))
+        return self.head(hidden.mean(1)) + (hidden * x[..., :1]).square().sum((1, 2)).sqrt()[:, None] * torch.tensor(
+            [0, 1]
+        )
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 80])
+@pytest.mark.parametrize("engine", ["auto", "batched"])
+def test_a_gradient_that_is_no_number_abstains_alone(tokens: int, engine: str) -> None:
+    torch.manual_seed(0)
+    model, clean, steep = Steep().double(), batch_of(tokens, WIDTH), batch_of(tokens, WIDTH)
+    steep["x"][2] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = gradfix.collect_votes(model, loss_of, [clean, steep], engine="loop")
+        found = gradfix.collect_votes(model, loss_of, [clean, steep], engine=engine)
+        others = [clean, take(steep, torch.tensor([0, 1, 3, 4]))]
+        assert torch.equal(gradfix.collect_votes(model, loss_of, others)["inner.weight"], expected["inner.weight"])
+    assert_votes(found, {name: votes.long() for name, votes in expected.items()})
+    assert not any("one at a time" in note for note in found.notes)

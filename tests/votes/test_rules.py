@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  registers a grouped product that knows float64
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
@@ -104,8 +105,6 @@ def _experts(x: Tensor) -> Tensor:
 
 
 def _grouped_mm(s: Sizes) -> Layer:
-    import transformers.integrations.moe  # noqa: F401  registers the operator, which knows float64
-
     def run(m: Any, x: Tensor) -> Tensor:
         expert, order = _experts(x).sort(stable=True)
         ends = torch.bincount(expert, minlength=3).cumsum(0)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.votes.batched.passplan import NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
+from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
 from gradfix.votes.batched.sample_rows import (
+    Layout,
     RowSums,
     behind,
     digit_base,
@@ -221,7 +222,8 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
         operation.reached = operation.node is None or operation.node in nodes
         operation.picked = operation.node in picked
     _see_rows(watch, losses, owned=whole and bool(picked))
-    plan = resolve(watch.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
+    hooked = {name for name, p in parameters.items() if p._backward_hooks}
+    plan = resolve(watch.operations, count, hooked, _Scaling(few, watch, certain=asked.count != count))
     watch.forget()
     if plan.left_out and (whole or not plan.ragged):
         _note(plan.left_out)
@@ -229,6 +231,30 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     for key in _keys(asked)[: 1 if plan.flat else 2]:
         plans[key] = plan
     return plan
+
+
+class _Scaling:
+    """Whether an operation's rows grow with the samples: asked of a pass with one sample less, once it is needed.
+
+    `certain` where the pass to come has another number of samples, and does not fit by chance either."""
+
+    def __init__(self, few: BatchVote, watch: PlanningWatch, certain: bool) -> None:
+        self.few, self.watch, self.certain = few, watch, certain
+        self.shapes: dict[tuple[Key, int], torch.Size] | None = None
+
+    def __call__(self, number: int, layout: Layout) -> bool:
+        if self.certain:
+            return True
+        if self.shapes is None:
+            less = take(self.few.batch, slice(0, self.few.count - 1))
+            again = PlanningWatch(self.watch.parameters, less, self.few.count - 1, self.few.tally.device)
+            with _uncompiled(), again, torch.enable_grad():
+                losses_of(self.few.model, self.few.loss, less)
+            self.shapes = dict(again.shapes())
+            again.forget()
+        name = self.watch.shapes()[number][0]
+        shape = self.shapes.get(name)
+        return shape is not None and layout.fits(shape, self.few.count - 1)
 
 
 def _see_rows(watch: PlanningWatch, losses: Tensor, owned: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradfix.votes.batched import experts, norms  # noqa: F401  their rules
 from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
-from gradfix.votes.batched.replay import LOCAL, REPEAT, Local, out_of_place
+from gradfix.votes.batched.replay import COPIES, LOCAL, REPEAT, Local, out_of_place
 from gradfix.votes.batched.sample_rows import Layout, RowSums, candidates, digit_base, explain, explain_owned, owners
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -89,19 +89,25 @@ class PassPlan:
         return Counter(name for step in self.steps if step.role == "vote" for name in step.votes)
 
 
-def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> PassPlan:
-    """Decide, in the order of the calls, where each weight meets the samples."""
+Scales = Callable[[int, Layout], bool]
+
+
+def resolve(operations: Sequence[Operation], samples: int, extra: set[str], scales: Scales) -> PassPlan:
+    """Decide, in the order of the calls, where each weight meets the samples.
+
+    `scales` tells, of an operation on weights alone, whether its rows are as many as there are samples by more than chance."""
     steps: list[Step] = []
     left_out = set(extra)
     kinds = {o.output.dtype for o in operations if o.output is not None and o.output.is_floating_point()}
-    for operation in operations:
+    for number, operation in enumerate(operations):
         live = [w for w in operation.weights if w[2] is None or steps[w[2]].role == "derive"]
         roots = frozenset().union(*(names for _, names, _ in live))
         step = Step(operation.key, "pass", roots=roots, on_samples=operation.on_samples)
         if live and operation.reached:
             operation.base = digit_base(kinds)
             found = _voting_step(operation, {id(tensor) for tensor, _, _ in live}, roots, samples)
-            if found is not None:
+            copied = any(w[2] is not None and steps[w[2]].role == "vote" for w in operation.weights)
+            if found is not None and (found.on_samples or copied or _copies(found, operation, number, scales)):
                 step = found
             elif not operation.on_samples:
                 step = Step(operation.key, "derive", roots=roots, on_samples=False)
@@ -112,6 +118,12 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> P
     silent = any(not operation.reached for operation in operations)
     ragged = any(o.picked and step.role != "derive" for o, step in zip(operations, steps) if o.reached and step.roots)
     return PassPlan(leave_out(steps, left_out), left_out, ragged, dtype=narrowest, silent=silent)
+
+
+def _copies(step: Step, operation: Operation, number: int, scales: Scales) -> bool:
+    """Whether an operation on weights alone makes a row for every sample."""
+    assert step.layout is not None
+    return (step.rule is REPEAT and operation.key[0] in COPIES) or scales(number, step.layout)
 
 
 def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:

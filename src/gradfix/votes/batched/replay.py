@@ -148,7 +148,7 @@ def overwrites(function: Callable[..., Any]) -> bool:
     return function in _IN_PLACE
 
 
-_COPIES = {torch.broadcast_to, torch.tile, Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, Tensor.repeat}
+COPIES = {torch.broadcast_to, torch.tile, Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, Tensor.repeat}
 
 
 class Repeat(_Replayed):
@@ -166,7 +166,7 @@ class Repeat(_Replayed):
         broadcast = shape[samples.layout.dim] == 1 and all(
             small in (1, large) for small, large in zip(shape, by_sample.shape[1:])
         )
-        if call.options["function"] in _COPIES and broadcast and not more:
+        if call.options["function"] in COPIES and broadcast and not more:
             summed = [dim + 1 for dim, size in enumerate(shape) if size == 1]
             return {role: Dense(by_sample.sum(summed).reshape(samples.count, *weight.shape))}
         return one_by_one(call, lambda n: self._masked(call, gradient, samples.layout, n), samples.count)
@@ -246,7 +246,10 @@ def pulled_back(output: Tensor, inputs: Sequence[Tensor], gradients: Tensor) -> 
     # autograd's own `is_grads_batched` knows few operations, and sends the samples through an embedding one by one.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")
-        found = torch.func.vmap(one)(gradients)
+        try:
+            found = torch.func.vmap(one)(gradients)
+        except RuntimeError:  # a backward that looks at values, or that vmap does not know
+            found = [torch.stack(parts) for parts in zip(*map(one, gradients))]
     stacked = dict(zip(reached, found))
     return [stacked.get(place) for place in range(len(inputs))]
 

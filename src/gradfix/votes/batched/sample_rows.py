@@ -139,7 +139,7 @@ class RowSums:
     """What one backward pass shows of every row along every dimension: sums that scale with its sample's loss."""
 
     def __init__(self, gradient: Tensor) -> None:
-        shape = gradient.shape
+        gradient, shape = gradient.real if gradient.is_complex() else gradient, gradient.shape
         self.sums: dict[int, Tensor] = {}
         parts = torch.stack([gradient.abs(), gradient.clamp(min=0)])
         for dim in range(len(shape)):

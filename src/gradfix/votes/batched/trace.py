@@ -35,6 +35,7 @@ from gradfix.votes.batched.watch import (
     inside,
     is_own,
     key_of,
+    made_by,
     opened_up,
     refuse_inner,
     same_storage,
@@ -122,10 +123,13 @@ class VotingWatch(Watch):
         else:
             output = self._tapped(step, func, args, kwargs)
         if step is not None and not step.on_samples:
-            self.track(output, weights, None, step.role == "derive")
+            made = made_by(func, args, output)
+            if made is not output and any(weight.uses for weight in weights if weight.tensor is made):
+                raise NeedsLoop("a weight is changed after it was used")
+            self.track(made, weights, None, step.role == "derive")
             self._follow_views(func, args, kwargs, weights, output)
             if step.role == "derive" and _saving_is_redirected():
-                self._refuse_recomputed(output)
+                self._refuse_recomputed(made)
         return output
 
     def _may_hold_weights(self, values: Iterable[Any]) -> bool:

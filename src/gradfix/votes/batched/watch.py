@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
         super().__init__()
+        self.parameters = parameters
         self.tracked = {id(p): Tracked(p, (name,)) for name, p in parameters.items()}
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -136,7 +138,8 @@ class Watch(TorchFunctionMode):
     def track(self, output: Any, weights: list[Tracked], step: int | None, live: bool) -> None:
         roots = tuple(dict.fromkeys(name for weight in weights for name in weight.roots))
         for tensor in tensors_in(output):
-            if tensor.requires_grad and id(tensor) not in self.tracked:
+            known = self.tracked.get(id(tensor))
+            if tensor.requires_grad and (known is None or known.roots != roots):
                 self.tracked[id(tensor)] = Tracked(tensor, roots, step, live)
 
 
@@ -158,7 +161,8 @@ class PlanningWatch(Watch):
         kwargs = kwargs or {}
         refuse_inner(func)
         weights = self.weights_in(func, args, kwargs)
-        on_samples = any(self._depends_on_samples(t) for t in tensors_in((args, kwargs)))
+        given = args[:1] if func in _LIKENESSES else (args, kwargs)
+        on_samples = any(self._depends_on_samples(t) for t in tensors_in(given))
         if not weights or not torch.is_grad_enabled():
             output = func(*args, **kwargs)
         elif on_samples and (opened := opened_up(func, args, kwargs)) is not None:
@@ -173,6 +177,16 @@ class PlanningWatch(Watch):
                 if id(tensor) not in self.tracked:
                     self.from_samples[tensor] = True
         return output
+
+    def shapes(self) -> list[tuple[tuple[Key, int], torch.Size]]:
+        """Of what operations give, each by its key and how many of that key came before it."""
+        counts: Counter[Key] = Counter()
+        found = []
+        for operation in self.operations:
+            shape = torch.Size() if operation.output is None else operation.output.shape
+            found.append(((operation.key, counts[operation.key]), shape))
+            counts[operation.key] += 1
+        return found
 
     def dtypes(self) -> set[torch.dtype]:
         return {operation.output.dtype for operation in self.operations if operation.output is not None}
@@ -191,9 +205,12 @@ class PlanningWatch(Watch):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], on_samples: bool
     ) -> Any:
         output = func(*args, **kwargs)
-        if not any(tensor.requires_grad for tensor in tensors_in(output)):
+        made = made_by(func, args, output)
+        if not any(tensor.requires_grad for tensor in tensors_in(made)):
             return output
-        on_samples = on_samples and not _is_part(output, weights)
+        if not on_samples:
+            self.in_place.update(tensor.grad_fn for tensor in tensors_in(made))  # picks rows of weights
+        on_samples = on_samples and not _is_part(made, weights)
         inputs = [(t.tensor, frozenset(t.roots), t.made_by) for t in weights]
         operation = Operation(key_of(func, weights), args, kwargs, inputs, on_samples)
         if isinstance(output, Tensor) and not (overwrites(func) and output._is_view()):
@@ -207,7 +224,7 @@ class PlanningWatch(Watch):
             if rule_for(func) is None:
                 operation.output = operation.output.clone()  # compared later, when the model may have changed it
         if not on_samples:
-            self.track(output, weights, len(self.operations), True)
+            self.track(made if output is None else output, weights, len(self.operations), True)
         self.operations.append(operation)
         return output
 
@@ -220,6 +237,11 @@ def refuse_inner(func: Any) -> None:
 
 def key_of(func: Any, weights: list[Tracked]) -> Key:
     return func, tuple(weight.roots for weight in weights)
+
+
+def made_by(func: Any, args: Sequence[Any], output: Any) -> Any:
+    """What an operation gives; an assignment to some entries gives the tensor that holds them."""
+    return args[0] if func is Tensor.__setitem__ else output
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradfix.votes.batched.engine import batched
+from gradfix.votes.batched.engine import batched, computed_in
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
 from gradfix.votes.tally import Tally
@@ -18,6 +18,10 @@ MEMORY_SHARE = 0.8
 # Share of a tensor's signs that rounding may flip; a wrong rule flips about half.
 ALLOWED = {torch.float64: 0.001, torch.float32: 0.02}
 ALLOWED_16 = 0.25
+# Gradients this small, of the largest of all weights and of their own tensor, are rounding.
+NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64, torch.float32)}
+NOISE_16 = (0.01, 0.05)
+MEANINGLESS = 100  # among votes of two samples
 
 
 def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[Engine, list[str]]:
@@ -50,30 +54,44 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
     """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding explains.
 
     Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
-    where they are a third of a packed bias. Vectors are judged entry by entry, larger tensors as a whole."""
-    largest: dict[str, Tensor] = {}
+    where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
+    dtype = computed_in(model, loss, batch, trial)
+    scale = _largest_gradient(model, loss, batch, trial)
+    of_all, of_tensor = NOISE.get(dtype, NOISE_16)
 
     def take_back(name: str, gradient: Tensor) -> None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        trial[name].add_(dense.sign().to(trial[name].dtype))
-        size = dense.abs() if dense.dim() < 2 else dense.abs().max()
-        largest[name] = torch.maximum(largest[name], size) if name in largest else size
+        dense, votes = gradient.to_dense() if gradient.is_sparse else gradient, trial[name]
+        votes.add_(dense.sign().to(votes.dtype))
+        size = dense.abs()
+        if size.numel():
+            votes[size <= torch.maximum(of_all * scale, of_tensor * size.max())] = MEANINGLESS
 
     with folding(trial.parameters, take_back):
         for sample in samples(batch):
             backward(loss, model, sample)
-    scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)
     wrong = {}
     for name, rest in trial.items():
-        dtype = trial.parameters[name].dtype
-        told = largest.get(name, torch.zeros(())) > 1e3 * torch.finfo(dtype).eps * scale
-        told = told.to(rest.device).expand(rest.shape)
+        told = rest < MEANINGLESS // 2
         count = int(told.sum())
         share = float((told & (rest != 0)).sum()) / max(count, 1)
         # One flipped sign of a tiny tensor is no verdict.
         if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
             wrong[name] = share
     return wrong
+
+
+def _largest_gradient(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> Tensor:
+    """Of the first sample, over all weights."""
+    found = [torch.zeros((), dtype=torch.float64)]
+
+    def look(name: str, gradient: Tensor) -> None:
+        values = gradient.to_dense() if gradient.is_sparse else gradient
+        if values.numel():
+            found.append(values.abs().max().double().cpu())
+
+    with folding(trial.parameters, look):
+        backward(loss, model, next(samples(batch)))
+    return torch.stack(found).max().to(trial.device)
 
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
