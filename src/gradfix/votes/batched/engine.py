@@ -285,7 +285,9 @@ def _known_plan(asked: BatchVote) -> PassPlan | None:
 def _keys(asked: BatchVote) -> list[Any]:
     """Plans are kept for the exact shapes and, where lengths do not matter, for any length."""
     code = getattr(asked.loss, "__code__", None) or type(asked.loss)
-    shared = (code, torch.is_autocast_enabled(), tuple(asked.tally.parameters))
+    parameters = asked.tally.parameters
+    dtypes = frozenset(parameter.dtype for parameter in parameters.values())
+    shared = (code, torch.is_autocast_enabled(), dtypes, tuple(parameters))
     leaves = asked.tensors()
     exact = (*shared, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
     return [exact, (*shared, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
