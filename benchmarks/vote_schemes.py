@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.collect import collect_votes
-from gradfix.votes.engines.loop import batch_size, loop, take
+from gradfix.votes.engines.loop import loop
+from gradfix.votes.engines.passes import batch_size, take
 from gradfix.votes.tally import Tally
 
 VMAP_BYTES = 40e9 if torch.cuda.is_available() else 2e9  # of per-sample gradients at a time

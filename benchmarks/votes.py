@@ -28,7 +28,7 @@ from benchmarks.vote_models import MODELS, TINY, Case
 from benchmarks.vote_schemes import SCHEMES, SLOW, backward_through_all
 from gradfix._compat import heal_torchvision
 from gradfix.votes.batched import recorded
-from gradfix.votes.engines.loop import take
+from gradfix.votes.engines.passes import take
 from gradfix.votes.tally import Tally
 
 FAILURES = (RuntimeError, ImportError, ValueError, AttributeError, NotImplementedError, TypeError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gradfix.votes.engines.loop import samples
+from gradfix.votes.engines.passes import samples
 
 
 def naive_votes(model: nn.Module, loss, batches) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 import gradfix
 from gradfix.data import load_data
 from gradfix.errors import CorruptInput
-from gradfix.votes.engines.loop import samples
+from gradfix.votes.engines.passes import samples
 from tests.reliability.world import World, rewrite, say
 from tests.scale.interrupting import interrupt
 from tests.torture.crashes import relative, three

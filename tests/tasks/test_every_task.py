@@ -12,7 +12,7 @@ from gradfix.tasks import Bound
 from gradfix.tasks.scoring import evaluate
 from gradfix.training.finetuning import finetune
 from gradfix.votes.collect import collect_votes
-from gradfix.votes.engines.loop import samples
+from gradfix.votes.engines.passes import samples
 from tests.tasks.families import CASES, Case
 
 

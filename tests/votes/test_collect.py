@@ -8,7 +8,7 @@ from torch import nn
 
 import gradfix
 from gradfix.errors import DataError, UnsafeResult, UsageError
-from gradfix.votes.engines.loop import take
+from gradfix.votes.engines.passes import take
 from tests.oracle import naive_votes
 from tests.votes.models import CASES, analytically_zero, case
 

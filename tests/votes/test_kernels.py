@@ -48,6 +48,26 @@ def test_products_fold_exactly(
 
 @needs_cuda
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("shape", [(7, 37, 96, 160), (130, 50, 256, 384), (3, 9, 10, 6)])
+def test_a_gradient_that_is_no_number_abstains_alone(
+    dtype: torch.dtype, value: float, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    samples, tokens, rows, columns = shape
+    torch.manual_seed(0)
+    left = torch.randint(-2, 3, (samples, tokens, rows), device="cuda").to(dtype)
+    right = torch.randint(-2, 3, (samples, tokens, columns), device="cuda").to(dtype)
+    left[1, 2, 3] = right[2, 4, 5] = value
+    gradients = torch.bmm(left.double().mT, right.double())
+    votes = torch.zeros(rows, columns, dtype=torch.int16, device="cuda")
+    assert kernels.fold_product(left, right, votes)
+    assert torch.equal(votes.double(), -gradients.sign().nan_to_num(0).sum(0))
+
+
+@needs_cuda
+@pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["plain", "rms", "layer"])
 def test_token_sums(kind: str) -> None:
     torch.manual_seed(0)

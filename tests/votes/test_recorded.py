@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from gradfix.errors import DataError
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import batched
-from gradfix.votes.engines.loop import NotFinite, loop, take
+from gradfix.votes.engines.loop import NotFinite, loop
+from gradfix.votes.engines.passes import take
 from gradfix.votes.tally import Tally
 from votes.vote_cases import SAMPLES, image_loss, make_case, meaningful
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  registers a grouped product that knows float64
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
@@ -90,6 +91,38 @@ def _group_norm(s: Sizes) -> Layer:
     return Layer(s, lambda m, x: F.group_norm(torch.cat([x, x.cos()], 1).mT, 2, m.weight, m.bias), **weights)
 
 
+def _batch_norm(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        mean = torch.linspace(-1, 1, s["width"]).double()
+        return F.batch_norm(x.mT, mean, mean.exp(), m.weight, m.bias)
+
+    return Layer(s, run, weight=torch.randn(s["width"]), bias=torch.randn(s["width"]))
+
+
+def _experts(x: Tensor) -> Tensor:
+    """Each token's expert, of three."""
+    return (x.detach().sum(-1).abs() * 7).long().flatten() % 3
+
+
+def _grouped_mm(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        expert, order = _experts(x).sort(stable=True)
+        ends = torch.bincount(expert, minlength=3).cumsum(0)
+        found = torch.ops.transformers.grouped_mm_fallback(x.flatten(0, 1)[order], m.weight.transpose(1, 2), offs=ends)
+        return found[order.argsort()].unflatten(0, x.shape[:2])
+
+    return Layer(s, run, weight=torch.randn(3, s["out"], s["width"]))
+
+
+def _pick(s: Sizes) -> Layer:
+    def run(m: Any, x: Tensor) -> Tensor:
+        expert, rows = _experts(x), x.flatten(0, 1)
+        found = torch.bmm(m.weight[expert], rows[..., None])[..., 0] + m.bias[expert]
+        return found.unflatten(0, x.shape[:2])
+
+    return Layer(s, run, weight=torch.randn(3, s["out"], s["width"]), bias=torch.randn(3, s["out"]))
+
+
 def _broadcast(s: Sizes) -> Layer:
     def run(m: Any, x: Tensor) -> Tensor:
         x = m.scale * x / m.divisor.exp() - m.shift[: x.shape[1]]
@@ -117,6 +150,9 @@ LAYERS = {
     "layer_norm": [_layer_norm],
     "rms_norm": [_rms_norm],
     "group_norm": [_group_norm],
+    "batch_norm": [_batch_norm],
+    "grouped_mm": [_grouped_mm],
+    "pick": [_pick],
     "broadcast": [_broadcast],
 }
 CASES = [(rule, make) for rule in RULES for make in LAYERS.get(rule, [None])]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
-from gradfix.votes.engines.loop import Batch, Loss
+from gradfix.votes.engines.passes import Batch, Loss
 
 
 class Scorer(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -23,22 +24,10 @@ from gradfix.system.modules import left_as_it_was
 from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
-from gradfix.votes.batched.engine import batched
+from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
 from gradfix.votes.engines.auto import choose
-from gradfix.votes.engines.loop import (
-    SILENT,
-    Batch,
-    Batches,
-    Engine,
-    Loss,
-    NotFinite,
-    backward,
-    batch_size,
-    folding,
-    loop,
-    samples,
-    take,
-)
+from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
 from gradfix.votes.tally import Sums, Tally
 
@@ -56,7 +45,7 @@ class VoteRun(Generic[Result]):
     """One way to take a vote: which steps this process takes, how one is folded, and what becomes of the counts."""
 
     def __init__(self, model: nn.Module, loss: Loss, batches: Iterable[Batch], tally: Tally) -> None:
-        self.model, self.loss, self.batches, self.tally = model, loss, batches, tally
+        self.model, self.loss, self.batches, self.tally = uncompiled(model), loss, batches, tally
         self.where = batches.where if isinstance(batches, Batches) else None
 
     def steps(self) -> Iterator[VoteStep]:
@@ -92,15 +81,20 @@ class VoteRun(Generic[Result]):
     def name(self, number: int) -> str:
         return f"sample {number}" if self.where is None else self.where[number]
 
-    def finite(self, step: VoteStep) -> tuple[Batch | None, list[Bad]]:
-        """Leave out samples whose loss is NaN or Inf: the sign of NaN is 0, so they would vote in silence."""
+    def look(self, batch: Batch) -> Tensor:
+        """The losses of all samples."""
         with torch.no_grad():
-            losses = self.loss(self.model, step.batch)
-        size = batch_size(step.batch)
+            losses = losses_of(self.model, self.loss, batch)
+        size = batch_size(batch)
         if losses.shape != (size,):
             raise DataError(
                 f"loss(model, batch) must return one loss per sample, shape ({size},); got {tuple(losses.shape)}."
             )
+        return losses
+
+    def finite(self, step: VoteStep, losses: Tensor | None = None) -> tuple[Batch | None, list[Bad]]:
+        """Leave out samples whose loss is NaN or Inf: the sign of NaN is 0, so they would vote in silence."""
+        losses = self.look(step.batch) if losses is None else losses
         finite = torch.isfinite(losses)
         if bool(finite.all()):
             return step.batch, []
@@ -121,7 +115,7 @@ def collect(
     `identity` names what the loss depends on besides model and batches."""
     bad: list[Bad] = []
     try:
-        with left_as_it_was(run.model), run.hooks():
+        with left_as_it_was(run.model), nothing_left_behind(run.model), run.hooks():
             steps = run.steps()
             if partial is not None:
                 steps = partial.remaining(run.tally, steps, run.key(identity), bad)
@@ -154,7 +148,7 @@ class InMemory(VoteRun[SignVotes]):
         super().__init__(model, loss, batches, Tally(voting_parameters(model)))
         self.asked, self.notes = engine, list[str]()
         self.engine: Engine | None = None if engine == "auto" else ENGINES[engine]
-        self._looked_at: dict[int, tuple[Batch | None, list[Bad]]] = {}
+        self._first: _FirstBatch | None = None
 
     def key(self, identity: str) -> str:
         return vote_key(self.model, "majority", self.asked, identity)
@@ -162,36 +156,86 @@ class InMemory(VoteRun[SignVotes]):
     def steps(self) -> Iterator[VoteStep]:
         for step in super().steps():
             if self.engine is None:  # on the first batch even when it is counted: a resumed vote keeps its engine
-                self._looked_at[step.first] = self.choose(step)
+                self._first = self.choose(step)
             yield step
+            if self._first is not None:  # it was counted before
+                self.confirm(self._first)
 
-    def choose(self, step: VoteStep) -> tuple[Batch | None, list[Bad]]:
-        """Pick the fastest engine that agrees with the loop on the first samples; gives the step's good ones."""
-        good, bad = self.finite(step)
+    def choose(self, step: VoteStep) -> _FirstBatch:
+        """Pick the fastest engine that agrees with the loop on some samples; what the step holds."""
+        losses = self._look_at_halves(step.batch)
+        good, bad = self.finite(step, losses)
+        first = _FirstBatch(step.first, good, bad, losses[torch.isfinite(losses)])
         if good is not None:
             self.engine, self.notes = choose(self.model, self.loss, good, self.tally)
-        return good, bad
+            first.dtype = computed_in(self.model, self.loss, good, self.tally)
+        return first
+
+    def _look_at_halves(self, batch: Batch) -> Tensor:
+        size = batch_size(batch)
+        if size == 1:
+            return self.look(batch)
+        try:
+            return torch.cat([self.look(take(batch, rows)) for rows in (slice(size // 2), slice(size // 2, size))])
+        except DataError:
+            return self.look(batch)  # told of the whole batch
 
     def fold(self, step: VoteStep) -> list[Bad]:
-        known = step.first in self._looked_at
-        if self.engine is batched and not known:
+        if self._first is not None and self._first.number == step.first:
+            return self._fold_first(self._first)
+        if self.engine is batched:
             try:  # it looks at its own losses: no forward pass just to see that they are finite
                 batched(self.model, self.loss, step.batch, self.tally)
                 return []
             except NotFinite:
                 pass
-        good, bad = self._looked_at.pop(step.first) if known else self.finite(step)
+        good, bad = self.finite(step)
         if good is not None:
             assert self.engine is not None
             self.engine(self.model, self.loss, good, self.tally)
         return bad
 
+    def _fold_first(self, first: _FirstBatch) -> list[Bad]:
+        if first.good is not None and self.engine is loop:
+            loop(self.model, self.loss, first.good, self.tally)
+        elif first.good is not None:
+            assert self.engine is not None
+            self.engine(self.model, self.loss, first.good, self.tally, expected=first.losses)
+            first.mixed = MIXED in self.tally.looped
+        self._settle(first)
+        return first.bad
+
+    def confirm(self, first: _FirstBatch) -> None:
+        """See the first batch's losses all together where nobody folds it."""
+        if first.good is not None and self.engine is not loop:
+            first.mixed = differ(self.look(first.good), first.losses, first.dtype)
+        self._settle(first)
+
+    def _settle(self, first: _FirstBatch) -> None:
+        self._first = None
+        if first.mixed:
+            self.tally.looped.pop(MIXED, None)
+            self.engine, self.notes = loop, [f"engine loop: {MIXED}."]
+
     def result(self, bad: list[Bad]) -> SignVotes:
         """The finished count under the model's names, tied to its weights."""
         refuse_nothing(self.tally)
         _refuse_silence(self.tally)
-        notes = (*(text for _, text in bad), *self.notes)
+        told = [f"engine batched: {note}" for note in self.tally.told()]
+        notes = (*(text for _, text in bad), *self.notes, *told, *_without_recomputation(self.model))
         return SignVotes(self.tally.votes(), self.tally.count, **_about(self.model), notes=notes)
+
+
+@dataclass
+class _FirstBatch:
+    """The batch on which an engine is chosen: its good samples, and their losses taken in halves."""
+
+    number: int
+    good: Batch | None
+    bad: list[Bad]
+    losses: Tensor
+    dtype: torch.dtype = torch.float32
+    mixed: bool = False
 
 
 class MeanInMemory(VoteRun[Sums]):
@@ -249,6 +293,7 @@ def collect_votes(
     if vote not in ("majority", "mean"):
         raise UsageError(unknown("vote", vote, ["majority", "mean"]))
     partial = None if checkpoint is None else PartialVote(checkpoint)
+    model = uncompiled(model)
     if vote == "majority":
         return collect(InMemory(model, loss, batches, engine), partial, identity, progress)
     sums = collect(MeanInMemory(model, loss, batches), partial, identity, progress)
@@ -265,7 +310,8 @@ def collect_gradient(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> 
 
 def voting_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Each distinct trainable parameter once, under its canonical name; tied ones vote once."""
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    named = uncompiled(model).named_parameters()
+    found = {_plain(name): p for name, p in named if p.requires_grad and p.is_floating_point()}
     if not found:
         raise UnsafeResult(SILENT)
     return found
@@ -300,8 +346,27 @@ def _refuse_infinite(sums: Sums) -> None:
         )
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What a model was compiled from: it has the same weights, under their own names."""
+    own = getattr(model, "_orig_mod", None)
+    return own if isinstance(own, nn.Module) else model
+
+
+def _plain(name: str) -> str:
+    """A weight's name without those of compiled parts around it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _without_recomputation(model: nn.Module) -> list[str]:
+    """transformers recomputes activations in training mode alone; votes are taken in evaluation mode."""
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        return ["gradient checkpointing rests in evaluation mode: passes keep all activations."]
+    return []
+
+
 def _about(model: nn.Module) -> dict[str, Any]:
     """What votes remember of their model: names that differ on disk, and a few of its weights."""
     renamed = name_map(model).renamed
-    differing = {name: disk for name, disk in renamed.items() if name != disk}
-    return {"disk_names": differing, "probe": probe_module(model, renamed)}
+    differing = {_plain(name): _plain(disk) for name, disk in renamed.items() if _plain(name) != _plain(disk)}
+    probe = {_plain(name): values for name, values in probe_module(model, renamed).items()}
+    return {"disk_names": differing, "probe": probe}

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.checkpoints.open import raw_bytes
 from gradfix.checkpoints.safetensors_file import SafetensorsFile
 from gradfix.errors import CorruptInput
 from gradfix.system.processes import Group, together
-from gradfix.votes.engines.loop import Batch
+from gradfix.votes.engines.passes import Batch, leaves_of
 from gradfix.votes.tally import Tally
 
 SAVE_EVERY_SECONDS = 10.0
@@ -173,7 +172,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _update(digest: hashlib._Hash, batch: Batch) -> None:
-    for leaf in tree_flatten(batch)[0]:
+    for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

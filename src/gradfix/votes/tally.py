@@ -4,6 +4,7 @@ A bf16 accumulator would stick at 256 and an int8 one wraps at 128, so the tally
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -15,11 +16,14 @@ from gradfix.vectors.signvotes import dtype_for
 class Tally:
     """Integer accumulators for one model, widened before they can wrap.
 
-    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`."""
+    Engines call `reserve(n)` before folding n samples and add `sum_n sign(-g_n)` to `tally[name]`. A batched one says what
+    it could not do in one pass: `looped` samples by reason, and `apart`, the weights voted on one sample at a time."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         self.count = 0
+        self.looped: Counter[str] = Counter()
+        self.apart: set[str] = set()
         self._buffers = {
             name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
             for name, parameter in self.parameters.items()
@@ -49,6 +53,13 @@ class Tally:
         dtype = dtype_for(count)
         for name, buffer in self._buffers.items():
             self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
+
+    def told(self) -> list[str]:
+        """What was not done in one pass, in words."""
+        notes = [f"{samples} samples are voted on one at a time: {why}." for why, samples in self.looped.items()]
+        if self.apart:
+            notes.append(f"{len(self.apart)} tensors are voted on one sample at a time, first {min(self.apart)!r}.")
+        return notes
 
     def votes(self) -> dict[str, Tensor]:
         dtype = dtype_for(self.count)

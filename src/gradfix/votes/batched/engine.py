@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,27 +20,45 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, PlanMismatch, leave_out, resolve
+from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
-from gradfix.votes.batched.sample_rows import halves_of_samples, lone_samples, picked_rows, reach
+from gradfix.votes.batched.sample_rows import (
+    Layout,
+    RowSums,
+    behind,
+    digit_base,
+    lone_samples,
+    picked_rows,
+    reach,
+    support,
+    tags,
+)
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import PlanningWatch
-from gradfix.votes.engines.loop import Batch, Loss, NotFinite, batch_size, fold_each, refuse_detached, samples, take
+from gradfix.votes.engines.loop import NotFinite, fold_each, refuse_detached
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, one_sample, samples, take
 from gradfix.votes.tally import Tally
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
+MIXED = "samples of a batch depend on each other"
+HIDDEN = "a reentrant checkpoint hides its operations"
+# Of a loss, that rounding explains when the same sample is computed with others.
+ALLOWED_CHANGE, ALLOWED_CHANGE_16 = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.1
 WATCHED = 2  # the first pass of a kind makes a plan and compiles kernels; the second is like all later ones
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[Any, PassPlan]] = WeakKeyDictionary()
 
 
-def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record: bool = True) -> None:
+def batched(
+    model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record: bool = True, expected: Tensor | None = None
+) -> None:
     """Fold one micro-batch in one forward and one backward.
 
-    A loss that is not finite raises `NotFinite` before anything is folded. On a GPU that waits for its host, batches
-    that look the same are recorded and played again; `record=False` launches every pass anew."""
-    asked = BatchVote(model, loss, batch, tally, batch_size(batch))
+    A loss that is not finite raises `NotFinite` before anything is folded. Other losses than `expected` mean that samples
+    mix, and are looped. On a GPU that waits for its host, batches that look the same are recorded and played again;
+    `record=False` launches every pass anew."""
+    asked = BatchVote(model, loss, batch, tally, batch_size(batch), expected)
     tally.reserve(asked.count)
     try:
         known = repeats_of(asked) if record and asked.count > 1 else None
@@ -52,33 +71,43 @@ def batched(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record:
         raise
 
 
-def left_out_share(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> float:
-    """The share of the weights that the known plan for this kind of batch leaves to the loop."""
+def computed_in(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> torch.dtype:
+    """The narrowest dtype that the known plan for this kind of batch computes in."""
     plan = _known_plan(BatchVote(model, loss, batch, tally, batch_size(batch)))
-    return 0.0 if plan is None else _share(plan.left_out, tally)
+    return torch.float32 if plan is None else plan.dtype
 
 
 def _run(asked: BatchVote) -> None:
-    traced = None
-    with _garbage_later():
-        if asked.count > 1:
-            try:
-                traced = _forward(asked)
-            except NeedsLoop as reason:
-                warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
-        if traced is not None:
-            votes, losses = traced
-            if not all_finite(losses):
-                raise NotFinite
-            votes.backward(losses)
-    if traced is not None:
-        _check_reach(votes, losses)
-        _vote_one_by_one(asked, votes.plan.left_out)
-        return
+    if asked.count > 1:
+        try:
+            _run_together(asked)
+            return
+        except NeedsLoop as reason:
+            warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
+            asked.tally.looped[str(reason)] += asked.count
     with torch.no_grad():
         if not bool(torch.isfinite(asked.losses()).all()):
             raise NotFinite
     fold_each(asked.model, asked.loss, asked.batch, asked.tally)
+
+
+def _run_together(asked: BatchVote) -> None:
+    with _garbage_later():
+        votes, losses = _forward(asked)
+        if not all_finite(losses):
+            raise NotFinite
+        if asked.expected is not None and differ(losses, asked.expected, votes.plan.dtype):
+            votes.forget()
+            raise NeedsLoop(MIXED)
+        votes.backward(losses)
+    _check_reach(votes, losses)
+    _vote_one_by_one(asked, votes.plan.left_out)
+
+
+def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the same samples have other losses in other company, beyond rounding."""
+    allowed = ALLOWED_CHANGE.get(dtype, ALLOWED_CHANGE_16) * (expected.abs() + expected.abs().mean())
+    return bool(((losses.detach().to(expected) - expected).abs() > allowed).any())
 
 
 def _run_again(known: Repeats, asked: BatchVote) -> None:
@@ -129,8 +158,8 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor] | None:
-    """A traced forward under a plan that fits; None where the loop is the better engine for this batch."""
+def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
+    """A traced forward under a plan that fits."""
     tally, plan = asked.tally, _known_plan(asked)
     whole = plan is not None and plan.ragged
     if plan is None or whole:
@@ -139,24 +168,27 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor] | None:
             plan = _make_plan(asked, whole=True)
     for _ in range(3):
         if _share(plan.left_out, tally) > LOOP_SHARE:
-            return None
+            raise NeedsLoop("most weights are used in ways the batched engine has no rule for")
         try:
             votes, losses = _trace(plan, asked)
         except PlanMismatch:
             plan = _make_plan(asked, whole=True)
             continue
-        if plan.proven:
+        if plan.proven and not plan.silent:
             return votes, losses
         seen = reach(losses, tally.parameters, votes.anchor)
+        if plan.proven and seen.others:  # what was silent before speaks now
+            plan = _make_plan(asked, whole=True)
+            continue
         if seen.hidden:
-            return None
+            raise NeedsLoop(HIDDEN)
         if seen.parameters <= plan.left_out:
             plan.proven = not seen.others
             return votes, losses
         plan.left_out |= seen.parameters
         plan.steps = leave_out(plan.steps, plan.left_out)
         _note(plan.left_out)
-    return None
+    raise NeedsLoop("the model does not repeat its operations")
 
 
 def _trace(plan: PassPlan, asked: BatchVote) -> tuple[VotingWatch, Tensor]:
@@ -184,24 +216,65 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
         raise NotFinite
     refuse_detached(losses)
     if reach(losses, parameters, watch.anchor).hidden:
-        raise NeedsLoop("a reentrant checkpoint hides its operations")
-    picked = picked_rows(losses, watch.in_place)
-    for group in halves_of_samples(count) if whole and picked else lone_samples(count):
-        watch.group = group
-        only = torch.zeros_like(losses)
-        only[group] = 1
-        torch.autograd.grad(losses, [watch.anchor], only, retain_graph=True, allow_unused=True)
-    plan = resolve(watch.operations, count, {name for name, p in parameters.items() if p._backward_hooks})
-    plan.ragged = any(
-        step.layout is not None and operation.node in picked for step, operation in zip(plan.steps, watch.operations)
-    )
+        raise NeedsLoop(HIDDEN)
+    picked, nodes = picked_rows(losses, watch.in_place), behind(losses)
+    for operation in watch.operations:
+        operation.reached = operation.node is None or operation.node in nodes
+        operation.picked = operation.node in picked
+    _see_rows(watch, losses, owned=whole and bool(picked))
+    hooked = {name for name, p in parameters.items() if p._backward_hooks}
+    plan = resolve(watch.operations, count, hooked, _Scaling(few, watch, certain=asked.count != count))
     watch.forget()
-    if plan.left_out:
+    if plan.left_out and (whole or not plan.ragged):
         _note(plan.left_out)
     plans = _PLANS.setdefault(asked.model, {})
     for key in _keys(asked)[: 1 if plan.flat else 2]:
         plans[key] = plan
     return plan
+
+
+class _Scaling:
+    """Whether an operation's rows grow with the samples: asked of a pass with one sample less, once it is needed.
+
+    `certain` where the pass to come has another number of samples, and does not fit by chance either."""
+
+    def __init__(self, few: BatchVote, watch: PlanningWatch, certain: bool) -> None:
+        self.few, self.watch, self.certain = few, watch, certain
+        self.shapes: dict[tuple[Key, int], torch.Size] | None = None
+
+    def __call__(self, number: int, layout: Layout) -> bool:
+        if self.certain:
+            return True
+        if self.shapes is None:
+            less = take(self.few.batch, slice(0, self.few.count - 1))
+            again = PlanningWatch(self.watch.parameters, less, self.few.count - 1, self.few.tally.device)
+            with _uncompiled(), again, torch.enable_grad():
+                losses_of(self.few.model, self.few.loss, less)
+            self.shapes = dict(again.shapes())
+            again.forget()
+        name = self.watch.shapes()[number][0]
+        shape = self.shapes.get(name)
+        return shape is not None and layout.fits(shape, self.few.count - 1)
+
+
+def _see_rows(watch: PlanningWatch, losses: Tensor, owned: bool) -> None:
+    """Backward passes without weights that show whose rows are whose: by single samples, or (`owned`) by scaled losses."""
+    count, turns = watch.samples, list[tuple[Tensor, Callable[[Operation, Tensor], None]]]()
+    if owned:
+        scales = losses.new_tensor(tags(count, digit_base(watch.dtypes()))).exp2()
+        turns = [(scale, lambda operation, gradient: operation.sums.append(RowSums(gradient))) for scale in scales]
+    else:
+        for group in lone_samples(count):
+            only = torch.zeros_like(losses)
+            only[group] = 1
+            turns.append((only, partial(_keep_support, group, count)))
+    for scale, look in turns:
+        watch.look = look
+        torch.autograd.grad(losses, [watch.anchor], scale, retain_graph=True, allow_unused=True)
+
+
+def _keep_support(group: Sequence[int], samples: int, operation: Operation, gradient: Tensor) -> None:
+    operation.seen.append((group, support(gradient, samples)))
 
 
 def _known_plan(asked: BatchVote) -> PassPlan | None:
@@ -212,7 +285,9 @@ def _known_plan(asked: BatchVote) -> PassPlan | None:
 def _keys(asked: BatchVote) -> list[Any]:
     """Plans are kept for the exact shapes and, where lengths do not matter, for any length."""
     code = getattr(asked.loss, "__code__", None) or type(asked.loss)
-    shared = (code, torch.is_autocast_enabled(), tuple(asked.tally.parameters))
+    parameters = asked.tally.parameters
+    dtypes = frozenset(parameter.dtype for parameter in parameters.values())
+    shared = (code, torch.is_autocast_enabled(), dtypes, tuple(parameters))
     leaves = asked.tensors()
     exact = (*shared, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
     return [exact, (*shared, tuple((leaf.ndim, leaf.dtype) for leaf in leaves))]
@@ -221,10 +296,12 @@ def _keys(asked: BatchVote) -> list[Any]:
 def _vote_one_by_one(asked: BatchVote, names: set[str]) -> None:
     tally = asked.tally
     chosen = [(name, tally.parameters[name]) for name in sorted(names)]
+    tally.apart |= names
     for sample in samples(asked.batch) if chosen else ():
-        with torch.enable_grad():
-            value = asked.loss(asked.model, sample).sum()
-        gradients = torch.autograd.grad(value, [p for _, p in chosen], allow_unused=True)
+        with one_sample(asked.model):
+            with torch.enable_grad():
+                value = losses_of(asked.model, asked.loss, sample).sum()
+            gradients = torch.autograd.grad(value, [p for _, p in chosen], allow_unused=True)
         for (name, _), gradient in zip(chosen, gradients):
             if gradient is not None:
                 tally[name].sub_(gradient.sign().to(tally[name].dtype))

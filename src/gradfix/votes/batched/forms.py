@@ -67,7 +67,7 @@ class Product:
 
     def _fold_single_token(self, votes: Tensor) -> None:
         """The sign of an outer product is the outer product of signs: one product for all samples."""
-        left, right = self.left[:, 0].sign().float(), self.right[:, 0].sign().float()
+        left, right = (side[:, 0].sign().float().nan_to_num_(0) for side in (self.left, self.right))
         votes.sub_((left.T @ right).to(votes.dtype))
 
     def _fold_sample_by_sample(self, votes: Tensor) -> None:
@@ -76,6 +76,10 @@ class Product:
         for left, right in zip(self.left, self.right):
             torch.mm(left.T, right, out=gradient)
             signs.add_(gradient.sign_())
+        if bool(signs.isnan().any()):  # where one sample's gradient is none, it abstains, and the others do not
+            signs.zero_()
+            for left, right in zip(self.left, self.right):
+                signs.add_(torch.mm(left.T, right, out=gradient).sign_().nan_to_num_(0))
         votes.sub_(signs.to(votes.dtype))
 
     def _fold_in_blocks(self, votes: Tensor) -> None:
@@ -91,7 +95,10 @@ class Product:
                 some, own = (left[first : first + samples, top : top + height], self.right[first : first + samples])
                 gradients = room[: some.shape[0] * some.shape[1] * columns].view(*some.shape[:2], columns)
                 torch.bmm(some, own, out=gradients)
-                strip.sub_(gradients.sign_().sum(0, dtype=wide).to(votes.dtype))
+                signs = gradients.sign_().sum(0, dtype=wide)
+                if bool(signs.isnan().any()):
+                    signs = gradients.nan_to_num_(0).sum(0, dtype=wide)
+                strip.sub_(signs.to(votes.dtype))
 
 
 class TableRows:
@@ -173,7 +180,7 @@ class Dense:
         out += self.values[sample]
 
     def fold(self, votes: Tensor) -> None:
-        votes.sub_(self.values.sign().sum(0, dtype=torch.int32).to(votes.dtype))
+        votes.sub_(self.values.sign().nan_to_num_(0).sum(0, dtype=torch.int32).to(votes.dtype))
 
 
 class OneByOne:

@@ -76,7 +76,7 @@ def fold_chunks(left: Tensor, right: Tensor, votes: Tensor) -> None:
     for start in range(0, samples, step):
         gradients = torch.bmm(left[start : start + step].mT, right[start : start + step])
         if triton is None:
-            votes.sub_(gradients.sign_().sum(0, dtype=torch.int32).to(votes.dtype))
+            votes.sub_(gradients.sign_().nan_to_num_(0).sum(0, dtype=torch.int32).to(votes.dtype))
         else:
             grid = (_ceil(rows, 32), _ceil(columns, 128), 1)
             numbers = (gradients.shape[0], rows, columns, *votes.stride())
@@ -234,15 +234,16 @@ def _tokens_last(tensor: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _half_sign(x, SATURATE: tl.constexpr):
-        """0, 0.5 or 1 for a negative, zero or positive number: one saturating multiply-add."""
+    def _sign(x, SATURATE: tl.constexpr):
+        """-1, 0 or 1, and 0 for what is no number: two saturating products, which turn NaN into 0."""
         if SATURATE:
             result = tl.inline_asm_elementwise(
-                "fma.rn.ftz.sat.f32 $0, $1, 0f7F000000, 0f3F000000;",
+                "{.reg .f32 up, down; mul.rn.ftz.sat.f32 up, $1, 0f7F000000; "
+                "mul.rn.ftz.sat.f32 down, $1, 0fFF000000; sub.rn.ftz.f32 $0, up, down;}",
                 "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
             )  # fmt: skip
         else:
-            result = tl.where(x > 0, 1.0, tl.where(x < 0, 0.0, 0.5))
+            result = tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
         return result
 
     @triton.jit
@@ -271,12 +272,11 @@ if triton is not None:
                     b = right.load([sample, step * BLOCK_K, column]).reshape(BLOCK_K, BLOCK_N)
                     gradient = tl.dot(a.T, b, gradient)
             even, odd = tl.split(tl.reshape(gradient, (BLOCK_M, BLOCK_N // 2, 2)))
-            pairs += _half_sign(even, SATURATE)
-            pairs += _half_sign(odd, SATURATE) * 4096
-        doubled = (pairs * 2).to(tl.int32)
-        seen = last - first
-        even_count = (doubled & 4095) - seen
-        odd_count = (doubled >> 12) - seen
+            pairs += _sign(even, SATURATE)
+            pairs += _sign(odd, SATURATE) * 4096
+        both_counts = pairs.to(tl.int32)
+        odd_count = (both_counts + 2048) >> 12
+        even_count = both_counts - odd_count * 4096
         both = tl.reshape(tl.join(even_count, odd_count), (BLOCK_M, BLOCK_N)).to(tl.int8)
         m = row + tl.arange(0, BLOCK_M)
         n = column + tl.arange(0, BLOCK_N)

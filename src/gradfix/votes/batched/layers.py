@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from gradfix.registry import Registry
 from gradfix.votes.batched import kernels
 from gradfix.votes.batched.forms import Dense, Form, OneByOne, Product, TableRows
-from gradfix.votes.batched.sample_rows import SampleLayout
+from gradfix.votes.batched.sample_rows import Layout, SampleLayout
 
 _USUAL = SampleLayout(0, 1)
 IsWeight = Callable[[Tensor], bool]
@@ -41,7 +42,7 @@ class Samples:
     """How many samples there are and where they lie in the output."""
 
     count: int
-    layout: SampleLayout
+    layout: Layout
 
     def split(self, tensor: Tensor) -> Tensor:
         return self.layout.split(tensor, self.count)
@@ -58,6 +59,7 @@ class Rule:
     """The contract; subclasses say how to read a call and how its weights' gradients come about."""
 
     functions: Sequence[Callable[..., Any]] = ()
+    names: Sequence[str] = ()  # of operators that other libraries register, whatever their library
     owns_output = True  # the output is not kept for the operation's own backward
     spreads = False  # it gets the gradients of a weight per sample, which its operation runs with, not the output's
 
@@ -68,7 +70,7 @@ class Rule:
     def prepare(self, call: Call, function: Callable[..., Any]) -> None:
         """Let go of inputs whose values the gradients do not need."""
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         """Whether samples can lie this way in the output."""
         return layout.dim < len(output) - 1
 
@@ -90,7 +92,11 @@ def register(name: str) -> Callable[[type[Rule]], type[Rule]]:
 
 def rule_for(function: Callable[..., Any]) -> Rule | None:
     """The rule that covers a torch function, if any."""
-    return _by_function(len(RULES)).get(function)
+    found = _by_function(len(RULES)).get(function)
+    if found is None and isinstance(function, (OpOverload, OpOverloadPacket)):
+        packet = function.overloadpacket if isinstance(function, OpOverload) else function
+        return next((rule for rule in RULES.values() if packet.__name__ in rule.names), None)
+    return found
 
 
 @functools.cache
@@ -98,15 +104,15 @@ def _by_function(_: int) -> dict[Callable[..., Any], Rule]:
     return {function: rule for rule in RULES.values() for function in rule.functions}
 
 
-def _bind(names: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(names: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names.split(), args)), **kwargs}
 
 
-def _weights(is_weight: IsWeight, **roles: Any) -> dict[str, Tensor]:
+def weights_among(is_weight: IsWeight, **roles: Any) -> dict[str, Tensor]:
     return {role: value for role, value in roles.items() if isinstance(value, Tensor) and is_weight(value)}
 
 
-def _token_sums(tokens: Tensor, weight: Tensor) -> Dense:
+def token_sums(tokens: Tensor, weight: Tensor) -> Dense:
     sums = tokens.sum(1)
     return Dense(sums if weight.ndim == 1 else sums.reshape(-1, *weight.shape))
 
@@ -128,13 +134,13 @@ class Linear(Rule):
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
         if kwargs or len(args) == 2:
-            bound = _bind("input weight bias", args, kwargs)
+            bound = bind("input weight bias", args, kwargs)
             data, weight, bias = bound["input"], bound["weight"], bound.get("bias")
         else:
             data, weight, bias = args
         if is_weight(data) or weight.ndim != 2:
             return None
-        roles = _weights(is_weight, weight=weight, bias=bias)
+        roles = weights_among(is_weight, weight=weight, bias=bias)
         return Call(roles, {"input": data} if "weight" in roles else {})
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -143,7 +149,7 @@ class Linear(Rule):
         if "weight" in call.weights:
             forms["weight"] = Product(output, samples.tokens(call.inputs["input"]))
         if "bias" in call.weights:
-            forms["bias"] = _token_sums(output, call.weights["bias"])
+            forms["bias"] = token_sums(output, call.weights["bias"])
         return forms
 
 
@@ -165,10 +171,10 @@ class Matmul(Rule):
         weight, data, side = (left, right, "left") if is_weight(left) else (right, left, "right")
         if weight.ndim != 2 or data.ndim < 2 or (bias is not None and bias.ndim != 1):
             return None
-        roles = _weights(is_weight, weight=weight, bias=bias)
+        roles = weights_among(is_weight, weight=weight, bias=bias)
         return Call(roles, {"input": data}, {"side": side})
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return layout.dim != len(output) - (2 if call.options["side"] == "left" else 1)
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -176,13 +182,12 @@ class Matmul(Rule):
         if call.options["side"] == "left":
             data, gradient = data.mT, gradient.mT
             if samples.layout.dim == gradient.ndim - 1:
-                layout = SampleLayout(gradient.ndim - 2, samples.layout.rows, samples.layout.interleaved)
-                samples = Samples(samples.count, layout)
+                samples = Samples(samples.count, samples.layout.moved(gradient.ndim - 2))
             return {"weight": Product(samples.tokens(gradient), samples.tokens(data))}
         output = samples.tokens(gradient)
         forms: dict[str, Form] = {"weight": Product(samples.tokens(data), output)}
         if "bias" in call.weights:
-            forms["bias"] = _token_sums(output, call.weights["bias"])
+            forms["bias"] = token_sums(output, call.weights["bias"])
         return forms
 
 
@@ -193,7 +198,7 @@ class Conv(Rule):
     functions = (F.conv1d, F.conv2d, F.conv3d)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
-        bound = _bind("input weight bias stride padding dilation groups", args, kwargs)
+        bound = bind("input weight bias stride padding dilation groups", args, kwargs)
         data, weight = bound["input"], bound["weight"]
         dims = weight.ndim - 2
         if is_weight(data) or data.ndim != weight.ndim or isinstance(bound.get("padding"), str):
@@ -204,23 +209,23 @@ class Conv(Rule):
             value = bound.get(name, default)
             options[name] = [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
         options["groups"] = bound.get("groups", 1)
-        roles = _weights(is_weight, weight=weight, bias=bound.get("bias"))
+        roles = weights_among(is_weight, weight=weight, bias=bound.get("bias"))
         return Call(roles, {"input": data} if "weight" in roles else {}, options)
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return layout.dim == 0
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
         output = samples.split(gradient).movedim(2, -1).reshape(samples.count, -1, gradient.shape[1])
         forms: dict[str, Form] = {}
         if "bias" in call.weights:
-            forms["bias"] = _token_sums(output, call.weights["bias"])
+            forms["bias"] = token_sums(output, call.weights["bias"])
         if "weight" in call.weights:
             weight, data = call.weights["weight"], call.inputs["input"]
             patches = _patches(data, weight, call.options)
             if patches is not None:
                 right = samples.split(patches).reshape(samples.count, -1, patches.shape[-1])
-                forms["weight"] = _Reshaped(Product(output, right), weight.shape)
+                forms["weight"] = Reshaped(Product(output, right), weight.shape)
             else:
                 forms["weight"] = _conv_one_by_one(call, gradient, samples)
         return forms
@@ -254,7 +259,7 @@ def _conv_one_by_one(call: Call, gradient: Tensor, samples: Samples) -> OneByOne
     return OneByOne(one, samples.count, weight)
 
 
-class _Reshaped:
+class Reshaped:
     """A form of another shape with the same entries."""
 
     def __init__(self, form: Form, shape: torch.Size) -> None:
@@ -275,7 +280,7 @@ class Embedding(Rule):
     functions = (F.embedding,)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
-        bound = _bind("input weight padding_idx", args, kwargs)
+        bound = bind("input weight padding_idx", args, kwargs)
         weight = bound["weight"]
         padding = bound.get("padding_idx")
         rows = weight.shape[0]
@@ -288,86 +293,3 @@ class Embedding(Rule):
         if call.options["padding"] is not None:
             values = values.masked_fill((index == call.options["padding"])[..., None], 0)
         return {"weight": TableRows(index, values, call.options["rows"])}
-
-
-class _Norm(Rule):
-    """y = normalised(x) * weight + bias; subclasses say how x is normalised."""
-
-    names = ""
-
-    def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
-        bound = _bind(self.names, args, kwargs)
-        roles = _weights(is_weight, weight=bound.get("weight"), bias=bound.get("bias"))
-        if is_weight(bound["input"]):
-            return None
-        options = {name: bound[name] for name in self.names.split()[1:] if name in bound and name not in roles}
-        options = {name: value for name, value in options.items() if not isinstance(value, Tensor)}
-        return Call(roles, {"input": bound["input"]} if "weight" in roles else {}, options)
-
-    def normalised(self, call: Call) -> Tensor:
-        raise NotImplementedError
-
-    def fused(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
-        """Both sums in one pass over the activations, where there is a kernel for it."""
-        return None
-
-    def sums(self, values: Tensor, weight: Tensor, samples: Samples) -> Dense:
-        return _token_sums(samples.tokens(values, weight.ndim), weight)
-
-    def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
-        fused = self.fused(call, gradient, samples)
-        if fused is not None:
-            return {role: fused[role] for role in call.weights}
-        forms: dict[str, Form] = {}
-        if "weight" in call.weights:
-            forms["weight"] = self.sums(gradient * self.normalised(call), call.weights["weight"], samples)
-        if "bias" in call.weights:
-            forms["bias"] = self.sums(gradient, call.weights["bias"], samples)
-        return forms
-
-
-@register("layer_norm")
-class LayerNorm(_Norm):
-    functions: Sequence[Callable[..., Any]] = (F.layer_norm, torch.layer_norm)
-    names = "input normalized_shape weight bias eps"
-    kind = "layer"
-
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
-        return layout.dim < len(output) - len(call.options["normalized_shape"])
-
-    def fused(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
-        eps = call.options.get("eps", 1e-5)
-        data = call.inputs.get("input")
-        if data is None or eps is None or len(call.options["normalized_shape"]) != 1:
-            return None
-        return fused_sums(gradient, data, samples, self.kind, eps)
-
-    def normalised(self, call: Call) -> Tensor:
-        eps = call.options.get("eps", 1e-5)
-        return F.layer_norm(call.inputs["input"], call.options["normalized_shape"], None, None, eps)
-
-
-@register("rms_norm")
-class RMSNorm(LayerNorm):
-    functions: Sequence[Callable[..., Any]] = (F.rms_norm, torch.rms_norm)
-    names = "input normalized_shape weight eps"
-    kind = "rms"
-
-    def normalised(self, call: Call) -> Tensor:
-        return F.rms_norm(call.inputs["input"], call.options["normalized_shape"], None, call.options.get("eps"))
-
-
-@register("group_norm")
-class GroupNorm(_Norm):
-    functions = (F.group_norm, torch.group_norm)
-    names = "input num_groups weight bias eps"
-
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
-        return layout.dim == 0 and layout.rows == 1
-
-    def normalised(self, call: Call) -> Tensor:
-        eps = call.options.get("eps", 1e-5)
-        return F.group_norm(call.inputs["input"], call.options["num_groups"], None, None, eps)
-
-    def sums(self, values: Tensor, weight: Tensor, samples: Samples) -> Dense:
-        return Dense(values.flatten(2).sum(-1) if values.ndim > 2 else values)

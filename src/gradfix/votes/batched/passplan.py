@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gradfix.votes.batched import experts, norms  # noqa: F401  their rules
 from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
-from gradfix.votes.batched.replay import LOCAL, REPEAT, Local, out_of_place
-from gradfix.votes.batched.sample_rows import SampleLayout, candidates, explain
+from gradfix.votes.batched.replay import COPIES, LOCAL, REPEAT, Local, out_of_place
+from gradfix.votes.batched.sample_rows import Layout, RowSums, candidates, digit_base, explain, explain_owned, owners
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -42,7 +44,11 @@ class Operation:
     on_samples: bool
     output: Tensor | None = None
     node: Any = None
+    reached: bool = True  # by the loss of some sample
+    picked: bool = False  # behind rows that were picked by an index, whose owners another batch may change
     seen: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+    sums: list[RowSums] = field(default_factory=list)
+    base: int = 0  # of the digits that tell samples apart in `sums`
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Step:
     key: Key
     role: str
     rule: Rule | None = None
-    layout: SampleLayout | None = None
+    layout: Layout | None = None
     roots: frozenset[str] = frozenset()
     on_samples: bool = True
     shared: frozenset[str] = frozenset()  # inputs of a replayed operation that are the same for all samples
@@ -66,6 +72,8 @@ class PassPlan:
     ragged: bool = False
     proven: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
     places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
+    dtype: torch.dtype = torch.float32  # the narrowest that activations have
+    silent: bool = False  # some operations reach no loss: heads that are not asked
 
     @property
     def flat(self) -> bool:
@@ -81,24 +89,41 @@ class PassPlan:
         return Counter(name for step in self.steps if step.role == "vote" for name in step.votes)
 
 
-def resolve(operations: Sequence[Operation], samples: int, extra: set[str]) -> PassPlan:
-    """Decide, in the order of the calls, where each weight meets the samples."""
+Scales = Callable[[int, Layout], bool]
+
+
+def resolve(operations: Sequence[Operation], samples: int, extra: set[str], scales: Scales) -> PassPlan:
+    """Decide, in the order of the calls, where each weight meets the samples.
+
+    `scales` tells, of an operation on weights alone, whether its rows are as many as there are samples by more than chance."""
     steps: list[Step] = []
     left_out = set(extra)
-    for operation in operations:
+    kinds = {o.output.dtype for o in operations if o.output is not None and o.output.is_floating_point()}
+    for number, operation in enumerate(operations):
         live = [w for w in operation.weights if w[2] is None or steps[w[2]].role == "derive"]
         roots = frozenset().union(*(names for _, names, _ in live))
         step = Step(operation.key, "pass", roots=roots, on_samples=operation.on_samples)
-        if live:
+        if live and operation.reached:
+            operation.base = digit_base(kinds)
             found = _voting_step(operation, {id(tensor) for tensor, _, _ in live}, roots, samples)
-            if found is not None:
+            copied = any(w[2] is not None and steps[w[2]].role == "vote" for w in operation.weights)
+            if found is not None and (found.on_samples or copied or _copies(found, operation, number, scales)):
                 step = found
             elif not operation.on_samples:
                 step = Step(operation.key, "derive", roots=roots, on_samples=False)
             else:
                 left_out |= roots
         steps.append(step)
-    return PassPlan(leave_out(steps, left_out), left_out)
+    narrowest = min(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    silent = any(not operation.reached for operation in operations)
+    ragged = any(o.picked and step.role != "derive" for o, step in zip(operations, steps) if o.reached and step.roots)
+    return PassPlan(leave_out(steps, left_out), left_out, ragged, dtype=narrowest, silent=silent)
+
+
+def _copies(step: Step, operation: Operation, number: int, scales: Scales) -> bool:
+    """Whether an operation on weights alone makes a row for every sample."""
+    assert step.layout is not None
+    return (step.rule is REPEAT and operation.key[0] in COPIES) or scales(number, step.layout)
 
 
 def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:
@@ -122,8 +147,7 @@ def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], sa
         call = read_call(rule, function, operation.args, operation.kwargs, lambda t: id(t) in live)
         if call is None or not call.weights:
             continue
-        allowed = [c for c in candidates(output.shape, samples) if rule.allows(call, c, output.shape)]
-        layout = explain(allowed, samples, operation.seen)
+        layout = _layout(operation, rule, call, samples)
         if layout is None:
             continue
         if isinstance(rule, Local) and not rule.agrees(call, output, Samples(samples, layout)):
@@ -132,6 +156,19 @@ def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], sa
         named = tuple(n for tensor, names, _ in operation.weights if id(tensor) in live for n in names)
         return Step(operation.key, "vote", rule, layout, roots, operation.on_samples, shared, named)
     return None
+
+
+def _layout(operation: Operation, rule: Rule, call: Call, samples: int) -> Layout | None:
+    """Where the samples lie in an operation's output, if that is clear and the rule can do with it."""
+    assert operation.output is not None
+    shape = operation.output.shape
+    allowed = [c for c in candidates(shape, samples) if rule.allows(call, c, shape)]
+    if not operation.sums:
+        return explain(allowed, samples, operation.seen)
+    found = owners(operation.sums, samples, operation.base)
+    return explain_owned(
+        allowed, samples, found, lambda layout: rule is not REPEAT and rule.allows(call, layout, shape)
+    )
 
 
 def read_call(

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradfix.votes.engines.loop import Batch, Loss, NotFinite
+from gradfix.votes.engines.loop import NotFinite
+from gradfix.votes.engines.passes import Batch, Loss, leaves_of, losses_of, map_tensors, structure_of, tensors_of
 from gradfix.votes.tally import Tally
 
 IDLE_SHARE = 0.3  # of a pass: a device that is done this soon after the last launch was waiting for launches
@@ -37,12 +37,13 @@ class BatchVote:
     batch: Batch
     tally: Tally
     count: int
+    expected: Tensor | None = None  # its losses, taken in parts: samples that do not mix have the same together
 
     def losses(self) -> Tensor:
-        return self.loss(self.model, self.batch)
+        return losses_of(self.model, self.loss, self.batch)
 
     def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in tree_flatten(self.batch)[0] if isinstance(leaf, Tensor)]
+        return tensors_of(self.batch)
 
     def apart(self) -> BatchVote:
         """The same with a tally of its own, already of this batch's size."""
@@ -117,16 +118,15 @@ def repeats_of(asked: BatchVote) -> Repeats | None:
     model, tally = asked.model, asked.tally
     if not can_record(tally.device):
         return None
-    leaves, shape = tree_flatten(asked.batch)
     tensors = asked.tensors()
-    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    others = [leaf for leaf in leaves_of(asked.batch) if not isinstance(leaf, Tensor)]
     held = (*tally.parameters.values(), *model.buffers())
     devices = {tensor.device for tensor in (*tensors, *held, *(buffer for _, buffer in tally.items()))}
     if len(devices) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in others):
         return None
     key = (
         asked.loss,
-        str(shape),
+        structure_of(asked.batch),
         others,
         [(t.shape, t.dtype, t.requires_grad) for t in tensors],
         [tensor.data_ptr() for tensor in held],
@@ -179,7 +179,7 @@ def watch_pass(known: Repeats, asked: BatchVote, run: Callable[[BatchVote], None
         known.refuse("the device is busy all the time")
     else:
         votes = {name: part.clone() for name, part in _first(trial.tally).items()}
-        known.seconds, known.example = end - start, Example(tree_map_only(Tensor, _copy, asked.batch), votes)
+        known.seconds, known.example = end - start, Example(map_tensors(_copy, asked.batch), votes)
 
 
 def record_pass(known: Repeats, asked: BatchVote, run: Callable[[BatchVote], Tensor]) -> None:

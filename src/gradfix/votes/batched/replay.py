@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradfix.votes.batched.forms import Dense, Form, OneByOne
 from gradfix.votes.batched.layers import Call, IsWeight, Rule, Samples, fused_sums, register
-from gradfix.votes.batched.sample_rows import SampleLayout
+from gradfix.votes.batched.sample_rows import Layout, SampleLayout
 
 _IN_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.add_: torch.add,
@@ -81,7 +81,7 @@ class Broadcast(_Replayed):
         if out_of_place(function) in _SUMS:
             call.inputs = {p: t.new_zeros(()).expand(t.shape) for p, t in call.inputs.items()}
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return all(aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -118,6 +118,7 @@ class Attention(_Replayed):
     """Attention under a mask that is made of weights, the same for every sample: relative position biases."""
 
     functions = (F.scaled_dot_product_attention,)
+    owns_output = False
     spreads = True
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any], is_weight: IsWeight) -> Call | None:
@@ -126,7 +127,7 @@ class Attention(_Replayed):
             return None
         return call
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         weights = call.weights.values()
         return layout == SampleLayout(0, 1) and all(aligned(weight, len(output)).shape[0] == 1 for weight in weights)
 
@@ -147,7 +148,7 @@ def overwrites(function: Callable[..., Any]) -> bool:
     return function in _IN_PLACE
 
 
-_COPIES = {torch.broadcast_to, torch.tile, Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, Tensor.repeat}
+COPIES = {torch.broadcast_to, torch.tile, Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, Tensor.repeat}
 
 
 class Repeat(_Replayed):
@@ -155,7 +156,7 @@ class Repeat(_Replayed):
 
     owns_output = False
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return True
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -165,12 +166,12 @@ class Repeat(_Replayed):
         broadcast = shape[samples.layout.dim] == 1 and all(
             small in (1, large) for small, large in zip(shape, by_sample.shape[1:])
         )
-        if call.options["function"] in _COPIES and broadcast and not more:
+        if call.options["function"] in COPIES and broadcast and not more:
             summed = [dim + 1 for dim, size in enumerate(shape) if size == 1]
             return {role: Dense(by_sample.sum(summed).reshape(samples.count, *weight.shape))}
         return one_by_one(call, lambda n: self._masked(call, gradient, samples.layout, n), samples.count)
 
-    def _masked(self, call: Call, gradient: Tensor, layout: SampleLayout, sample: int) -> dict[str, Tensor]:
+    def _masked(self, call: Call, gradient: Tensor, layout: Layout, sample: int) -> dict[str, Tensor]:
         alone = torch.zeros_like(gradient)
         layout.take(alone, sample).copy_(layout.take(gradient, sample))
         return _vjp(call, call.inputs, alone)
@@ -181,7 +182,7 @@ class Local(_Replayed):
 
     owns_output = False
 
-    def allows(self, call: Call, layout: SampleLayout, output: torch.Size) -> bool:
+    def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
         return True
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
@@ -227,6 +228,8 @@ def _vjp(call: Call, inputs: dict[str, Tensor], gradient: Tensor) -> dict[str, T
     leaves = {role: _leaf(weight) for role, weight in call.weights.items()}
     with torch.enable_grad():
         output = run(call, call.options["function"], leaves, inputs)
+    if not output.requires_grad:  # it asked the weights for no values
+        return {role: torch.zeros_like(leaf) for role, leaf in leaves.items()}
     found = torch.autograd.grad(output, list(leaves.values()), gradient, allow_unused=True)
     return {role: torch.zeros_like(leaf) if g is None else g for (role, leaf), g in zip(leaves.items(), found)}
 
@@ -243,7 +246,10 @@ def pulled_back(output: Tensor, inputs: Sequence[Tensor], gradients: Tensor) -> 
     # autograd's own `is_grads_batched` knows few operations, and sends the samples through an embedding one by one.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "There is a performance drop")
-        found = torch.func.vmap(one)(gradients)
+        try:
+            found = torch.func.vmap(one)(gradients)
+        except RuntimeError:  # a backward that looks at values, or that vmap does not know
+            found = [torch.stack(parts) for parts in zip(*map(one, gradients))]
     stacked = dict(zip(reached, found))
     return [stacked.get(place) for place in range(len(inputs))]
 

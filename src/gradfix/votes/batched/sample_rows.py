@@ -11,13 +11,14 @@ alone, say. The class token at each text's end does not: it is picked from its o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+DOUBT = 0.1  # of a power of two, that rounding and sums in another order may explain
 _PICKING = ("Index", "Gather", "Scatter", "MaskedSelect", "Take")
 _ALONG = {torch.gather, Tensor.gather, torch.index_select, Tensor.index_select}
 
@@ -41,11 +42,64 @@ class SampleLayout:
             return tensor.unflatten(self.dim, (self.rows, samples)).movedim(self.dim + 1, 0)
         return tensor.unflatten(self.dim, (samples, self.rows)).movedim(self.dim, 0)
 
+    def moved(self, dim: int) -> SampleLayout:
+        return replace(self, dim=dim)
+
     def take(self, tensor: Tensor, sample: int) -> Tensor:
         """One sample's entries, the dimension kept."""
         if self.interleaved:
             return tensor.unflatten(self.dim, (self.rows, -1)).select(self.dim + 1, sample)
         return tensor.narrow(self.dim, sample * self.rows, self.rows)
+
+
+class OwnedRows:
+    """Rows along `dim` that belong to samples in no order, and as many to each as there happen to be.
+
+    Taken apart, every sample gets as many rows as the one with most; those it has not are zero."""
+
+    rows, interleaved = 1, False
+
+    def __init__(self, dim: int, owner: Tensor) -> None:
+        self.dim, self.owner = dim, owner
+
+    def fits(self, shape: Sequence[int], samples: int) -> bool:
+        return self.dim < len(shape) and shape[self.dim] == len(self.owner)
+
+    def split(self, tensor: Tensor, samples: int) -> Tensor:
+        places = self._places(samples)
+        missing = tensor.new_zeros(1).expand(*tensor.shape[: self.dim], 1, *tensor.shape[self.dim + 1 :])
+        padded = torch.cat([tensor, missing], self.dim)
+        return padded.index_select(self.dim, places.flatten()).unflatten(self.dim, places.shape).movedim(self.dim, 0)
+
+    def take(self, tensor: Tensor, sample: int) -> Tensor:
+        return tensor.index_select(self.dim, (self.owner == sample).nonzero().flatten())
+
+    def moved(self, dim: int) -> OwnedRows:
+        return OwnedRows(dim, self.owner)
+
+    def part(self, start: int, end: int) -> OwnedRows:
+        return OwnedRows(self.dim, self.owner[start:end])
+
+    def _places(self, samples: int) -> Tensor:
+        """(samples, most rows of one); the row behind the last where a sample has no more."""
+        count = torch.bincount(self.owner, minlength=samples)
+        order = self.owner.argsort(stable=True)
+        rank = torch.arange(len(order), device=order.device) - (count.cumsum(0) - count)[self.owner[order]]
+        most = int(count.max()) if len(order) else 0
+        places = torch.full((samples, most), len(order), device=order.device)
+        places[self.owner[order], rank] = order
+        return places
+
+
+Layout = SampleLayout | OwnedRows
+
+
+def owned(layout: Layout, size: int, samples: int) -> OwnedRows:
+    """The same rows, each with its owner."""
+    if isinstance(layout, OwnedRows):
+        return layout
+    numbers = torch.arange(size)
+    return OwnedRows(layout.dim, numbers % samples if layout.interleaved else numbers // layout.rows)
 
 
 def candidates(shape: Sequence[int], samples: int) -> list[SampleLayout]:
@@ -81,11 +135,64 @@ def lone_samples(samples: int) -> list[list[int]]:
     return [[1], [0]] if samples == 2 else [[1], [samples - 1]]
 
 
-def halves_of_samples(samples: int) -> list[list[int]]:
-    """Groups of samples to switch on such that any two samples are told apart: by the digits of their numbers."""
-    digits = range(max(1, (samples - 1).bit_length()))
-    halves = [[n for n in range(samples) if n >> digit & 1 == side] for digit in digits for side in (1, 0)]
-    return [half for half in halves if half]
+class RowSums:
+    """What one backward pass shows of every row along every dimension: sums that scale with its sample's loss."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        gradient, shape = gradient.real if gradient.is_complex() else gradient, gradient.shape
+        self.sums: dict[int, Tensor] = {}
+        parts = torch.stack([gradient.abs(), gradient.clamp(min=0)])
+        for dim in range(len(shape)):
+            others = [other + 1 for other in range(len(shape)) if other != dim]
+            self.sums[dim] = parts.sum(others, dtype=torch.float64) if others else parts.double()
+
+
+def digit_base(dtypes: Collection[torch.dtype]) -> int:
+    """Losses are scaled by powers of two below 2^base, which changes no digit of a gradient that stays in range."""
+    return 4 if torch.float16 in dtypes else 32
+
+
+def tags(samples: int, base: int) -> list[list[int]]:
+    """Exponents by which to scale the losses, pass after pass: first none, then the digits of each sample's number."""
+    passes = [[0] * samples]
+    digit = 1
+    while digit < max(samples, 2):
+        passes.append([number // digit % base for number in range(samples)])
+        digit *= base
+    return passes
+
+
+def owners(seen: Sequence[RowSums], samples: int, base: int) -> dict[int, Tensor]:
+    """Per dimension, whose each row is (-1 where no loss reaches it); without the dimensions whose rows mix samples."""
+    found = {}
+    for dim, (whole, upper) in seen[0].sums.items():
+        reached = whole > 0
+        owner, clear = torch.zeros_like(whole), ~torch.isnan(whole)
+        for place, scaled in enumerate(seen[1:]):
+            again, above = scaled.sums[dim]
+            digit = torch.where(reached, again / whole, 1).log2()
+            power = digit.round()
+            same = (digit - power).abs() < DOUBT
+            same &= (above - upper * power.exp2()).abs() <= DOUBT * again
+            clear &= torch.where(reached, same & (power >= 0) & (power < base), again == 0)
+            owner += power * base**place
+        if bool((clear & (owner < samples)).all()):
+            found[dim] = torch.where(reached, owner, -1).long()
+    return found
+
+
+def explain_owned(
+    layouts: Sequence[SampleLayout], samples: int, found: dict[int, Tensor], allows: Callable[[Layout], bool]
+) -> Layout | None:
+    """The first regular layout that gives every reached row its owner; else rows in no order, where they are allowed."""
+    for layout in layouts:
+        owner = found.get(layout.dim)
+        if owner is not None:
+            expected = owned(layout, len(owner), samples).owner.to(owner.device)
+            if bool(((owner == expected) | (owner < 0)).all()):
+                return layout
+    irregular = (OwnedRows(dim, owner.clamp(min=0)) for dim, owner in found.items())
+    return next((layout for layout in irregular if allows(layout)), None)
 
 
 def support(gradient: Tensor, samples: int) -> Tensor:
@@ -126,6 +233,11 @@ class Reach:
     parameters: frozenset[str]
     others: bool
     hidden: bool
+
+
+def behind(losses: Tensor) -> set[Any]:
+    """All graph nodes that the losses depend on."""
+    return set(_nodes(losses))
 
 
 def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -> Reach:

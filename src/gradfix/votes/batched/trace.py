@@ -33,10 +33,12 @@ from gradfix.votes.batched.watch import (
     Tracked,
     Watch,
     inside,
-    is_composite,
     is_own,
     key_of,
+    made_by,
+    opened_up,
     refuse_inner,
+    same_storage,
     tensors_in,
 )
 from gradfix.votes.tally import Tally
@@ -106,14 +108,14 @@ class VotingWatch(Watch):
             output = self._by_places(places, func, args, kwargs)
             if output is not None:
                 return output
-        weights = self.weights_in(args, kwargs)
+        weights = self.weights_in(func, args, kwargs)
         if not weights or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         key = key_of(func, weights)
         step = self._next(key)
-        if step is None and is_composite(func):
+        if step is None and (opened := opened_up(func, args, kwargs)) is not None:
             with self:
-                return inside(func)(*args, **kwargs)
+                return opened()
         if step is None or step.role != "vote":
             output = func(*args, **kwargs)
             if step is None and any(tensor.requires_grad for tensor in tensors_in(output)):
@@ -121,10 +123,13 @@ class VotingWatch(Watch):
         else:
             output = self._tapped(step, func, args, kwargs)
         if step is not None and not step.on_samples:
-            self.track(output, weights, None, step.role == "derive")
+            made = made_by(func, args, output)
+            if made is not output and any(weight.uses for weight in weights if weight.tensor is made):
+                raise NeedsLoop("a weight is changed after it was used")
+            self.track(made, weights, None, step.role == "derive")
             self._follow_views(func, args, kwargs, weights, output)
             if step.role == "derive" and _saving_is_redirected():
-                self._refuse_recomputed(output)
+                self._refuse_recomputed(made)
         return output
 
     def _may_hold_weights(self, values: Iterable[Any]) -> bool:
@@ -246,7 +251,7 @@ class VotingWatch(Watch):
         outputs = list(tensors_in(output))
         if func in _CASTS:
             views: list[Tensor] = [source.votes]
-        elif all(_same_storage(tensor, source.tensor) for tensor in outputs):
+        elif all(same_storage(tensor, source.tensor) for tensor in outputs):
             try:
                 views = list(tensors_in(func(*_swapped(args, source), **_swapped(kwargs, source))))
             except RuntimeError:  # a view that the weight's strides allow, and the tally's do not
@@ -256,7 +261,7 @@ class VotingWatch(Watch):
         else:
             return
         for tensor, view in zip(outputs, views):
-            if view.shape == tensor.shape and id(tensor) in self.tracked and _same_storage(view, source.votes):
+            if view.shape == tensor.shape and id(tensor) in self.tracked and same_storage(view, source.votes):
                 self.tracked[id(tensor)].votes = view
 
     def _refuse_recomputed(self, output: Any) -> None:
@@ -346,10 +351,6 @@ def _lasting_node(output: Tensor) -> Any:
     assert base is not None
     same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
     return base.grad_fn if same else None
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _swapped(value: Any, source: Tracked) -> Any:

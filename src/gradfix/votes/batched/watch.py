@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +15,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradfix.votes.batched.layers import rule_for
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation
+from gradfix.votes.batched.recurrent import spelled_out
 from gradfix.votes.batched.replay import overwrites
-from gradfix.votes.batched.sample_rows import keeps_rows, support
+from gradfix.votes.batched.sample_rows import keeps_rows
+from gradfix.votes.engines.passes import tensors_of
 
+_LIKENESSES = {Tensor.to, Tensor.type_as, Tensor.view_as, Tensor.reshape_as, Tensor.expand_as}
 _BACKWARDS = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 Receiver = Callable[[Sequence[Tensor], Tensor], None]
 
 
-class Tap(torch.autograd.Function):
+class Tap(Function):
     """The identity; on the way back it shows the gradient to a receiver."""
 
     @staticmethod
@@ -51,7 +55,7 @@ class Tap(torch.autograd.Function):
         return gradient, None, None, None, *(None for _ in range(ctx.inputs))
 
 
-class Spread(torch.autograd.Function):
+class Spread(Function):
     """A weight as if every sample had its own, without the memory; on the way back it shows each sample's gradient."""
 
     @staticmethod
@@ -94,11 +98,24 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
         super().__init__()
+        self.parameters = parameters
         self.tracked = {id(p): Tracked(p, (name,)) for name, p in parameters.items()}
         self.anchor = torch.zeros((), device=device, requires_grad=True)
 
-    def weights_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
+    def __enter__(self) -> Watch:
+        _show_functions()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _hide_functions()
+
+    def weights_in(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
         found: list[Tracked] = []
+        if func in _LIKENESSES:  # what else it is given tells a shape or a dtype, no values
+            self._search(args[:1], found)
+            return found
         self._search(args, found)
         if kwargs:
             self._search(kwargs.values(), found)
@@ -121,7 +138,8 @@ class Watch(TorchFunctionMode):
     def track(self, output: Any, weights: list[Tracked], step: int | None, live: bool) -> None:
         roots = tuple(dict.fromkeys(name for weight in weights for name in weight.roots))
         for tensor in tensors_in(output):
-            if tensor.requires_grad and id(tensor) not in self.tracked:
+            known = self.tracked.get(id(tensor))
+            if tensor.requires_grad and (known is None or known.roots != roots):
                 self.tracked[id(tensor)] = Tracked(tensor, roots, step, live)
 
 
@@ -131,9 +149,9 @@ class PlanningWatch(Watch):
     def __init__(self, parameters: dict[str, nn.Parameter], batch: Any, samples: int, device: torch.device) -> None:
         super().__init__(parameters, device)
         self.samples = samples
-        self.group: Sequence[int] | None = None  # whose losses are switched on
+        self.look: Callable[[Operation, Tensor], None] | None = None  # at the gradient of an operation's output
         self.from_samples: Any = WeakIdKeyDictionary()  # tensors that depend on the batch
-        self.batch = {id(leaf): leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)}
+        self.batch = {id(leaf): leaf for leaf in tensors_of(batch)}
         self.operations: list[Operation] = []
         self.in_place: set[Any] = set()  # graph nodes that index, and leave every row with its sample
 
@@ -142,13 +160,14 @@ class PlanningWatch(Watch):
     ) -> Any:
         kwargs = kwargs or {}
         refuse_inner(func)
-        weights = self.weights_in(args, kwargs)
-        on_samples = any(self._depends_on_samples(t) for t in tensors_in((args, kwargs)))
+        weights = self.weights_in(func, args, kwargs)
+        given = args[:1] if func in _LIKENESSES else (args, kwargs)
+        on_samples = any(self._depends_on_samples(t) for t in tensors_in(given))
         if not weights or not torch.is_grad_enabled():
             output = func(*args, **kwargs)
-        elif on_samples and is_composite(func):
+        elif on_samples and (opened := opened_up(func, args, kwargs)) is not None:
             with self:
-                return inside(func)(*args, **kwargs)
+                return opened()
         else:
             output = self._record(func, args, kwargs, weights, on_samples)
         if on_samples:
@@ -158,6 +177,19 @@ class PlanningWatch(Watch):
                 if id(tensor) not in self.tracked:
                     self.from_samples[tensor] = True
         return output
+
+    def shapes(self) -> list[tuple[tuple[Key, int], torch.Size]]:
+        """Of what operations give, each by its key and how many of that key came before it."""
+        counts: Counter[Key] = Counter()
+        found = []
+        for operation in self.operations:
+            shape = torch.Size() if operation.output is None else operation.output.shape
+            found.append(((operation.key, counts[operation.key]), shape))
+            counts[operation.key] += 1
+        return found
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {operation.output.dtype for operation in self.operations if operation.output is not None}
 
     def forget(self) -> None:
         super().forget()
@@ -173,22 +205,26 @@ class PlanningWatch(Watch):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], on_samples: bool
     ) -> Any:
         output = func(*args, **kwargs)
-        if not any(tensor.requires_grad for tensor in tensors_in(output)):
+        made = made_by(func, args, output)
+        if not any(tensor.requires_grad for tensor in tensors_in(made)):
             return output
+        if not on_samples:
+            self.in_place.update(tensor.grad_fn for tensor in tensors_in(made))  # picks rows of weights
+        on_samples = on_samples and not _is_part(made, weights)
         inputs = [(t.tensor, frozenset(t.roots), t.made_by) for t in weights]
         operation = Operation(key_of(func, weights), args, kwargs, inputs, on_samples)
         if isinstance(output, Tensor) and not (overwrites(func) and output._is_view()):
 
             def receive(_: Sequence[Tensor], gradient: Tensor) -> None:
-                if self.group is not None:
-                    operation.seen.append((self.group, support(gradient, self.samples)))
+                if self.look is not None:
+                    self.look(operation, gradient)
 
             output = Tap.apply(output, self.anchor, receive, _may_overwrite(func, output))
             operation.output, operation.node = output.detach(), output.grad_fn
             if rule_for(func) is None:
                 operation.output = operation.output.clone()  # compared later, when the model may have changed it
         if not on_samples:
-            self.track(output, weights, len(self.operations), True)
+            self.track(made if output is None else output, weights, len(self.operations), True)
         self.operations.append(operation)
         return output
 
@@ -203,6 +239,11 @@ def key_of(func: Any, weights: list[Tracked]) -> Key:
     return func, tuple(weight.roots for weight in weights)
 
 
+def made_by(func: Any, args: Sequence[Any], output: Any) -> Any:
+    """What an operation gives; an assignment to some entries gives the tensor that holds them."""
+    return args[0] if func is Tensor.__setitem__ else output
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -214,18 +255,31 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def _is_part(output: Any, weights: list[Tracked]) -> bool:
+    """Whether all that comes out is a part of one weight: an expert's, even where the samples chose the expert."""
+    return len(weights) == 1 and all(same_storage(tensor, weights[0].tensor) for tensor in tensors_in(output))
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _may_overwrite(func: Any, output: Tensor) -> bool:
     """Whether the tap may take over the output itself, so that later in-place changes stay legal."""
-    return rule_for(func) is not None and is_own(output)
+    rule = rule_for(func)
+    return rule is not None and rule.owns_output and is_own(output)
 
 
 def is_own(output: Tensor) -> bool:
     return not output._is_view() and not (output.is_leaf and output.requires_grad)
 
 
-def is_composite(func: Any) -> bool:
-    """Written in Python over other torch functions, with no rule of its own: multi-head attention, say."""
-    return isinstance(func, types.FunctionType) and func.__module__ == F.__name__ and rule_for(func) is None
+def opened_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """The call in smaller ones that a mode sees: multi-head attention and recurrent layers, say."""
+    if isinstance(func, types.FunctionType):  # written in Python over other torch functions, with no rule of its own
+        composite = func.__module__ == F.__name__ and rule_for(func) is None
+        return functools.partial(inside(func), *args, **kwargs) if composite else None
+    return spelled_out(func, args, kwargs)
 
 
 @functools.cache
@@ -236,6 +290,35 @@ def inside(func: types.FunctionType) -> Callable[..., Any]:
     bare = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     bare.__kwdefaults__ = func.__kwdefaults__
     return bare
+
+
+_APPLY = Function.__dict__["apply"]
+_showing = 0
+
+
+def _show_functions() -> None:
+    """Let modes see calls of custom autograd functions, which they do not otherwise."""
+    global _showing  # noqa: PLW0603
+    _showing += 1
+    Function.apply = classmethod(_apply_in_sight)  # type: ignore[assignment]
+
+
+def _hide_functions() -> None:
+    global _showing  # noqa: PLW0603
+    _showing -= 1
+    if not _showing:
+        Function.apply = _APPLY  # type: ignore[method-assign]
+
+
+def _apply_in_sight(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(_applied(kind), (), *args, **kwargs)
+    return _applied(kind)(*args, **kwargs)
+
+
+@functools.cache
+def _applied(kind: type[Function]) -> Callable[..., Any]:
+    return functools.partial(_APPLY.__func__, kind)
 
 
 def _no(*_: Any) -> bool:

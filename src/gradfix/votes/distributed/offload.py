@@ -33,7 +33,8 @@ from gradfix.errors import UnsafeResult, UsageError
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes.collect import VoteRun, refuse_nothing
 from gradfix.votes.distributed.build import blocks, build_empty, fill_buffers
-from gradfix.votes.engines.loop import Batch, Loss, backward, samples
+from gradfix.votes.engines.loop import backward
+from gradfix.votes.engines.passes import Batch, Loss, samples
 from gradfix.votes.resume import Bad, VoteStep, weights_key
 from gradfix.votes.tally import Tally
 

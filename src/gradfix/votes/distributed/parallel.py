@@ -16,7 +16,8 @@ from torch import nn
 from gradfix.system.processes import Group, together
 from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.votes.collect import InMemory, refuse_bad
-from gradfix.votes.engines.loop import Batches, Loss, loop, take
+from gradfix.votes.engines.loop import Batches, loop
+from gradfix.votes.engines.passes import Loss, take
 from gradfix.votes.resume import Bad, VoteStep
 from gradfix.votes.tally import Tally
 
@@ -40,7 +41,9 @@ class InParallel(InMemory):
         self.engine = loop
         with together(self.group):
             for batch in self.batches:
-                if self.choose(VoteStep(0, batch))[0] is not None:
+                first = self.choose(VoteStep(0, batch))
+                if first.good is not None:
+                    self.confirm(first)
                     break
         said = self.group.gather(self.notes if self.engine is loop else None)
         refusals = [notes for notes in said if notes is not None]

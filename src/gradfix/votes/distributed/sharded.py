@@ -32,7 +32,8 @@ from gradfix.vectors.signvotes import dtype_for
 from gradfix.votes.collect import VoteRun, refuse_bad, refuse_nothing, voting_parameters
 from gradfix.votes.distributed.build import Sharded, SignReduceScatter, refuse_untied
 from gradfix.votes.distributed.parallel import gathered
-from gradfix.votes.engines.loop import Batches, Loss, folding, take
+from gradfix.votes.engines.loop import Batches, folding
+from gradfix.votes.engines.passes import Loss, losses_of, one_sample, take
 from gradfix.votes.resume import Bad, VoteStep, local, vote_key
 from gradfix.votes.tally import Tally
 
@@ -81,13 +82,14 @@ class InShards(VoteRun[ShardedVotes]):
     def fold(self, step: VoteStep) -> list[Bad]:
         """All processes fold one sample each; those beyond the last sample take part without voting."""
         number, _ = step
-        with torch.enable_grad():
-            value = self.loss(self.model, step.batch).sum()
-        finite, voting = bool(torch.isfinite(value)), number < self.count
-        self.signs.voice = int(finite and voting)
-        self.tally.reserve(min(self.group.size, self.count - number + self.group.rank))
-        self.folds.clear()
-        value.backward()
+        with one_sample(self.model):
+            with torch.enable_grad():
+                value = losses_of(self.model, self.loss, step.batch).sum()
+            finite, voting = bool(torch.isfinite(value)), number < self.count
+            self.signs.voice = int(finite and voting)
+            self.tally.reserve(min(self.group.size, self.count - number + self.group.rank))
+            self.folds.clear()
+            value.backward()
         check_folds(self.folds, self.tally)
         check_finished(self.model)
         return [(number, self.told(number, value))] if voting and not finite else []

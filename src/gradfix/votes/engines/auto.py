@@ -1,15 +1,16 @@
-"""engine="auto": the fastest engine that gives this model's votes, checked on two samples before it is trusted.
+"""engine="auto": the fastest engine that gives this model's votes, checked before it is trusted.
 
-The batched engine votes on two samples and the loop takes the same votes back; what is left must be rounding.
-The choice and its reason go into the notes of the votes."""
+The batched engine votes on the first and the last sample and the loop takes the same votes back; what is left must be
+rounding. The losses of the first batch as a whole must be those of its halves, or its samples depend on each other. The choice and its reason go into the notes of the votes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.votes.batched.engine import LOOP_SHARE, batched, left_out_share
-from gradfix.votes.engines.loop import Batch, Engine, Loss, backward, batch_size, folding, loop, samples, take
+from gradfix.votes.batched.engine import batched, computed_in
+from gradfix.votes.engines.loop import Engine, backward, folding, loop
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
 from gradfix.votes.tally import Tally
 
 CHECKED_SAMPLES = 2
@@ -17,13 +18,20 @@ MEMORY_SHARE = 0.8
 # Share of a tensor's signs that rounding may flip; a wrong rule flips about half.
 ALLOWED = {torch.float64: 0.001, torch.float32: 0.02}
 ALLOWED_16 = 0.25
+# Gradients this small, of the largest of all weights and of their own tensor, are rounding.
+NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64, torch.float32)}
+NOISE_16 = (0.01, 0.05)
+MEANINGLESS = 100  # among votes of two samples
 
 
 def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[Engine, list[str]]:
-    """The engine for this model and kind of batch, and a note that says why."""
-    if batch_size(batch) < CHECKED_SAMPLES:
+    """The engine for this model and kind of batch, and a note that says why.
+
+    Unless it is the loop, it must yet see that samples have the same losses all together (`expected`)."""
+    size = batch_size(batch)
+    if size < CHECKED_SAMPLES:
         return loop, ["engine loop: the first batch holds one sample."]
-    few = take(batch, slice(0, CHECKED_SAMPLES))
+    few = take(batch, torch.tensor([0, size - 1]))
     held = _allocated(tally)
     trial = Tally(tally.parameters)
     try:
@@ -31,45 +39,59 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[En
         batched(model, loss, few, trial, record=False)
     except Exception as error:  # whatever a model does to the fast path, the loop still works
         return loop, [f"engine loop: batched failed with {type(error).__name__}: {error}."]
-    if left_out_share(model, loss, few, tally) > LOOP_SHARE:
-        return loop, ["engine loop: most weights are used in ways the batched engine has no rule for."]
+    if trial.looped:
+        return loop, [f"engine loop: {next(iter(trial.looped))}."]
     bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES
     wrong = disagreements(model, loss, few, trial)
     if wrong:
         name, share = max(wrong.items(), key=lambda item: item[1])
         return loop, [f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."]
     note = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
-    return _in_parts(bytes_per_sample, batch_size(batch), tally), [note]
+    return _in_parts(bytes_per_sample, size, tally), [note]
 
 
 def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
     """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding explains.
 
     Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
-    where they are a third of a packed bias. Vectors are judged entry by entry, larger tensors as a whole."""
-    largest: dict[str, Tensor] = {}
+    where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
+    dtype = computed_in(model, loss, batch, trial)
+    scale = _largest_gradient(model, loss, batch, trial)
+    of_all, of_tensor = NOISE.get(dtype, NOISE_16)
 
     def take_back(name: str, gradient: Tensor) -> None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        trial[name].add_(dense.sign().to(trial[name].dtype))
-        size = dense.abs() if dense.dim() < 2 else dense.abs().max()
-        largest[name] = torch.maximum(largest[name], size) if name in largest else size
+        dense, votes = gradient.to_dense() if gradient.is_sparse else gradient, trial[name]
+        votes.add_(dense.sign().to(votes.dtype))
+        size = dense.abs()
+        if size.numel():
+            votes[size <= torch.maximum(of_all * scale, of_tensor * size.max())] = MEANINGLESS
 
     with folding(trial.parameters, take_back):
         for sample in samples(batch):
             backward(loss, model, sample)
-    scale = max((float(size.max()) for size in largest.values() if size.numel()), default=0.0)
     wrong = {}
     for name, rest in trial.items():
-        dtype = trial.parameters[name].dtype
-        told = largest.get(name, torch.zeros(())) > 1e3 * torch.finfo(dtype).eps * scale
-        told = told.to(rest.device).expand(rest.shape)
+        told = rest < MEANINGLESS // 2
         count = int(told.sum())
         share = float((told & (rest != 0)).sum()) / max(count, 1)
         # One flipped sign of a tiny tensor is no verdict.
         if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
             wrong[name] = share
     return wrong
+
+
+def _largest_gradient(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> Tensor:
+    """Of the first sample, over all weights."""
+    found = [torch.zeros((), dtype=torch.float64)]
+
+    def look(name: str, gradient: Tensor) -> None:
+        values = gradient.to_dense() if gradient.is_sparse else gradient
+        if values.numel():
+            found.append(values.abs().max().double().cpu())
+
+    with folding(trial.parameters, look):
+        backward(loss, model, next(samples(batch)))
+    return torch.stack(found).max().to(trial.device)
 
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
@@ -82,9 +104,11 @@ def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
     if room >= samples:
         return batched
 
-    def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, expected: Tensor | None = None) -> None:
         for start in range(0, batch_size(batch), room):
-            batched(model, loss, take(batch, slice(start, start + room)), tally)
+            rows = slice(start, start + room)
+            known = None if expected is None else expected[rows]
+            batched(model, loss, take(batch, rows), tally, expected=known)
 
     return engine
 

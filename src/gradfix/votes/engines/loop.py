@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from gradfix.errors import DataError, UnsafeResult
+from gradfix.errors import UnsafeResult
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, one_sample, samples
 from gradfix.votes.tally import Tally
 
-Batch = Any
-Loss = Callable[[nn.Module, Batch], Tensor]
-Engine = Callable[[nn.Module, Loss, Batch, Tally], None]
+Engine = Callable[..., None]  # of model, loss, batch and tally
 
 SILENT = (
     "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
@@ -51,23 +49,6 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
-
-
-def batch_size(batch: Batch) -> int:
-    sizes = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim}
-    if len(sizes) != 1:
-        raise DataError(f"a batch must hold tensors with one common first dimension, got sizes {sorted(sizes)}.")
-    return int(sizes.pop())
-
-
-def take(batch: Batch, rows: slice | Tensor) -> Batch:
-    """The same pytree with only some samples."""
-    return tree_map_only(Tensor, lambda leaf: leaf[rows] if leaf.ndim else leaf, batch)
-
-
-def samples(batch: Batch) -> Iterator[Batch]:
-    for row in range(batch_size(batch)):
-        yield take(batch, slice(row, row + 1))
 
 
 @contextmanager
@@ -111,10 +92,11 @@ def fold_each(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
 
 def backward(loss: Loss, model: nn.Module, sample: Batch) -> Tensor:
     """One sample's loss, after its gradients went to the hooks of `folding`."""
-    with torch.enable_grad():
-        value = loss(model, sample).sum()
-    refuse_detached(value)
-    value.backward()
+    with one_sample(model):
+        with torch.enable_grad():
+            value = losses_of(model, loss, sample).sum()
+        refuse_detached(value)
+        value.backward()
     return value.detach()
 
 

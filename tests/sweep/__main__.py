@@ -1,0 +1,82 @@
+"""Every architecture of three libraries under the engines: `make sweep`.
+
+Results go to benchmarks/results/sweep.json, line after line, and the table of docs/engines.md is made from them. A run that
+was interrupted goes on where it stopped, unless it is told to start over."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.sweep.measure import measure
+from tests.sweep.table import write_table
+from tests.sweep.zoo import entries
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "sweep.json"
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="models whose name holds this")
+    parser.add_argument("--start-over", action="store_true", help="measure again what is measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    _quiet()
+    known: dict[str, Any] = {}
+    if options.out.is_file() and not options.start_over:
+        known = {row["model"]: row for row in json.loads(options.out.read_text())["rows"]}
+    names = [entry.key for entry in entries()]
+    for entry in entries():
+        if options.only not in entry.key or (known.get(entry.key, {}).get("built") and not options.only):
+            continue
+        start = time.perf_counter()
+        try:
+            row = measure(entry, DTYPES)
+        except TimeoutError as error:
+            row = {"model": entry.key, "built": False, "why": str(error)}
+        known[entry.key] = row
+        print(entry.key, _line(row), f"{time.perf_counter() - start:.1f} s", flush=True)
+        _save(options.out, [known[name] for name in names if name in known])
+    if options.out == RESULTS:
+        write_table(RESULTS, ROOT / "docs" / "engines.md")
+
+
+def _line(row: dict[str, Any]) -> str:
+    if not row["built"]:
+        return f"not built: {row['why']}"
+    return "; ".join(f"{name}: {_said(found)}" for name, found in row["dtypes"].items())
+
+
+def _said(found: dict[str, Any]) -> str:
+    if "crashed" in found:
+        return f"CRASHED {found['crashed']}"
+    wrong = f" WRONG {found['wrong']}" if found.get("wrong") else ""
+    close = f" {found['agreement']:.4f}" if "agreement" in found else f" {found['differing']:.1e}"
+    return found["way"] + close + wrong + ("" if found["way"] == "one pass" else f" {found['notes']}")
+
+
+def _save(path: Path, rows: list[Any]) -> None:
+    import open_clip
+    import timm
+    import transformers
+
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, timm, open_clip)}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n{lines}\n]}}\n')
+
+
+def _quiet() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
+if __name__ == "__main__":
+    main()

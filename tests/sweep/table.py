@@ -1,0 +1,1 @@
+def write_table(results, page): pass
