@@ -265,6 +265,7 @@ class MergeConfigOptions:
     from_mergekit: str | None = option("Read a mergekit YAML file instead.")
     target: str | None = option("Target model, where the recipe does not name one.")
     overwrite: bool = option("Replace a non-empty output folder.", False)
+    force: bool = option("Go on where a check would refuse.", False)
     dry_run: bool = option(DRY_RUN, False)
 
 

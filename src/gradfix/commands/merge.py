@@ -91,7 +91,8 @@ def read_recipe(options: MergeConfigOptions) -> tuple[MergeRecipe, tuple[str, ..
     if (options.config is None) == (options.from_mergekit is None):
         raise UsageError("give one recipe: a YAML file of ours, or --from-mergekit FILE.")
     if options.config is not None:
-        return load_recipe(options.config, target=options.target, out=options.out), ()
+        forced = True if options.force else None
+        return load_recipe(options.config, target=options.target, out=options.out, force=forced), ()
     imported: Imported = from_mergekit(str(options.from_mergekit))
     return imported.complete(target=options.target, out=options.out), imported.notes
 
@@ -271,7 +272,7 @@ class _Run:
         return merge_checkpoints(
             **settings, out=out, alpha=alpha, dtype=self.recipe.dtype, overwrite=self.overwrite,
             force=self.recipe.force, details=details, extras=self._extras(scores),
-            progress=written, counting=self._counting(),
+            progress=written, counting=self._counting(), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 
     def _counting(self) -> Meter:

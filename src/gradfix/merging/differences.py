@@ -30,7 +30,7 @@ from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import MAX_NORM_RATIO, not_a_fine_tune
 from gradfix.vectors.transported import mask_piece, share
 
-MIXED_UP = "Check the base and tuned of this vector; force goes on all the same."
+MIXED_UP = "Check the base and tuned of this vector; --force (or `force: true` in the recipe) goes on all the same."
 SPAN = 2  # pieces of every file read at a time
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class OpenVector:
         if count.kept < LEAST_KEPT * count.nonzero and not force:
             raise UnsafeResult(
                 f"the mask keeps {count.kept / count.nonzero:.2%} of {self.tuned}: nothing to speak of is left. "
-                "More examples or the veto mask may help; force goes on all the same."
+                "More examples or the veto mask may help; --force (or `force: true` in the recipe) goes on all the same."
             )
         kept = share(count.kept, count.nonzero)
         return {"tuned": str(self.tuned), "kept": kept, "norm_ratio": ratio, **self.trio.vocabulary}
@@ -223,6 +223,14 @@ class Combined(Update):
         return torch.cat([torch.empty(0, dtype=self.bundle.dtype), *blocks]).view(self.bundle.shapes[name])
 
 
+def changed(deltas: list[Tensor]) -> int:
+    """The entries that at least one of the vectors changes."""
+    anywhere = deltas[0] != 0
+    for delta in deltas[1:]:
+        anywhere |= delta != 0
+    return int(anywhere.count_nonzero())
+
+
 class _Combination(Piece):
     """The same stretch of all files, shown to the rule in parts."""
 
@@ -247,6 +255,8 @@ class _Combination(Piece):
             counted = self._counted(vector, part, deltas[place], shown[place])
             counted.base_square = squares[id(vector.base)]
             self.counts[place].add(counted)
+        self.base_square += sum(squares.values()) / len(squares)
+        self.present += changed(deltas)
         return shown
 
     def _counted(self, vector: OpenVector, part: Raw, delta: Tensor, left: Tensor) -> Counts:

@@ -238,7 +238,7 @@ class _Pass:
         kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
             Path(self.output.out), kinds["transported"], kinds["copied"], kinds["skipped"],
-            self.stream.made.get("kept", share(whole.kept, whole.nonzero)), share(whole.survived, whole.kept), whole.norm_ratio(),
+            self.stream.made.get("kept", whole.kept_share()), share(whole.survived, whole.kept), whole.norm_ratio(),
             tensors=tensors, notes=tuple(notes),
         )  # fmt: skip
 
