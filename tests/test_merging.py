@@ -210,7 +210,10 @@ def test_counted_ranks_equal_sorting(values: list[float], wide: bool, data: st.D
     ranks = data.draw(st.lists(st.integers(1, len(values)), min_size=1, max_size=3))
     ordered = row.abs().sort(descending=True).values
     (found,) = magnitudes_at(lambda f: map(f, ([part] for part in row.split(7))), [ranks], row.dtype)
-    assert found == [float(ordered[rank - 1]) for rank in ranks]
+    assert [level.magnitude for level in found] == [float(ordered[rank - 1]) for rank in ranks]
+    for level in found:
+        assert level.above == int((ordered > level.magnitude).sum())
+        assert level.equal == int((ordered == level.magnitude).sum())
 
 
 @pytest.mark.parametrize("method", list(MERGES))

@@ -81,7 +81,7 @@ class Differences(Bundle):
 
     def __init__(self, vectors: list[OpenVector], fates: Fates, counting: Callable[[int], None] | None = None) -> None:
         self.vectors, self.pool, self.counting = vectors, PieceWorkers(), counting
-        self.count = len(vectors)
+        self.count, self.notes = len(vectors), []
         tied = fates.tied
         names = [name for name in fates.moved if name not in tied]
         self.shapes = {name: vectors[0].base.info(name).shape for name in names}

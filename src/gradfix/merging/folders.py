@@ -176,7 +176,7 @@ class _MergeJob:
     def notes(self) -> tuple[str, ...]:
         others = [checkpoint for checkpoint in self.inputs.values() if checkpoint is not self.target]
         notes = dict.fromkeys(note for checkpoint in others for note in checkpoint.notes)
-        return tuple(dict.fromkeys([*self.how.notes, *notes, *self.target.notes]))
+        return tuple(dict.fromkeys([*self.how.notes, *self.bundle.notes, *notes, *self.target.notes]))
 
     def _check_names(self) -> None:
         """What one vector moves the others move as well, or have as a head of their own or dropped with their base's."""
