@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -332,27 +326,3 @@ def test_empty_tensors_pass_through() -> None:
     taus = [TaskVector({"a": torch.randn(3), "none": torch.empty(0, 4)}) for _ in range(2)]
     for method in MERGES:
         assert run(method, taus)["none"].shape == (0, 4)
-
-
-@pytest.mark.mergekit
-def test_equals_mergekit_where_the_definitions_agree(tmp_path: Path) -> None:
-    """Set GRADFIX_MERGEKIT_PYTHON to the interpreter of an environment that has mergekit."""
-    here = sys.executable if importlib.util.find_spec("mergekit") else None
-    python = os.environ.get("GRADFIX_MERGEKIT_PYTHON", here)
-    if python is None:
-        pytest.skip("no environment with mergekit; see docs/merging.md")
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [python, str(root / "tests" / "mergekit_compare.py"), str(tmp_path)],
-        env={**os.environ, "GRADFIX_SOURCE": str(root / "src")}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout[done.stdout.index("{") :])["results"]
-    same = ("task_arithmetic", "task_arithmetic normalized", "ties", "ties lambda", "dare_linear", "dare_ties")
-    for label in same:
-        assert found[f"{label} (float32)"]["entries_equal"] == 1, label
-    # bfloat16: mergekit computes in bfloat16 and breaks ties between equal magnitudes by position.
-    assert found["task_arithmetic (bfloat16)"]["relative_difference"] < 0.02
-    # What differs by definition must differ, or the table in docs/merging.md is out of date.
-    for label in ("dare_linear rescaled", "ties global trim"):
-        assert found[f"{label} (float32)"]["entries_equal"] < 1, label

@@ -262,8 +262,10 @@ class MergeConfigOptions:
 
     config: str | None = option("Merge recipe (YAML).", positional=True)
     out: str | None = option("Folder to write.")
-    from_mergekit: str | None = option("Read a mergekit YAML file instead.")
-    target: str | None = option("Target model, where the recipe does not name one.")
+    from_mergekit: str | None = option("Run a mergekit YAML file instead, as it is.")
+    target: str | None = option(
+        "Target model, where the recipe does not name one; mergekit files: their base by default."
+    )
     overwrite: bool = option("Replace a non-empty output folder.", False)
     force: bool = option("Go on where a check would refuse.", False)
     dry_run: bool = option(DRY_RUN, False)

@@ -19,11 +19,12 @@ from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import refuse_occupied, torch_dtype
 from gradfix.commands.configs import MergeConfigOptions, ShotOptions
 from gradfix.commands.guard import guard_outputs
+from gradfix.commands.mergekit import run_mergekit
 from gradfix.commands.setting import Shots, device_of, draw, setting
 from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
-from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.merging.recipes import MergeRecipe, VectorRecipe, load_recipe
 from gradfix.methods.opening import fill, open_target, refuse_itself, rounds, unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
@@ -80,21 +81,14 @@ class MergeResult:
 
 def run_merge_command(options: MergeConfigOptions, stage: Stage = lambda _: None) -> dict[str, Any]:
     """The recipe named on the command line, completed by its options, merged."""
-    recipe, notes = read_recipe(options)
-    guard_outputs(recipe, parts=[options])
-    result = run_merge(recipe, overwrite=options.overwrite, dry_run=options.dry_run, stage=stage)
-    merged = result.as_json()
-    return {**merged, "notes": [*notes, *merged["notes"]]}
-
-
-def read_recipe(options: MergeConfigOptions) -> tuple[MergeRecipe, tuple[str, ...]]:
     if (options.config is None) == (options.from_mergekit is None):
         raise UsageError("give one recipe: a YAML file of ours, or --from-mergekit FILE.")
-    if options.config is not None:
-        forced = True if options.force else None
-        return load_recipe(options.config, target=options.target, out=options.out, force=forced), ()
-    imported: Imported = from_mergekit(str(options.from_mergekit))
-    return imported.complete(target=options.target, out=options.out), imported.notes
+    if options.from_mergekit is not None:
+        return run_mergekit(options, stage)
+    forced = True if options.force else None
+    recipe = load_recipe(str(options.config), target=options.target, out=options.out, force=forced)
+    guard_outputs(recipe, parts=[options])
+    return run_merge(recipe, overwrite=options.overwrite, dry_run=options.dry_run, stage=stage).as_json()
 
 
 def run_merge(

@@ -67,7 +67,9 @@ class _How:
         cls, method: str, order: str, mask: str, density: Density | None, options: Mapping[str, Any]
     ) -> _How:
         """Some options are the merge's, the rest the method's, who knows their names."""
-        own = {name: options[name] for name in ("margin", "seed", "head", "leave", "notes", "counting") if name in options}
+        own = {
+            name: options[name] for name in ("margin", "seed", "head", "leave", "notes", "counting") if name in options
+        }
         rest = {name: value for name, value in options.items() if name not in own}
         return cls(method, order, mask, density, **own, options=rest)
 
@@ -150,7 +152,8 @@ class _MergeJob:
         self.heads = self._heads()
         self.fates = self._common_fates()
         self.hashes = InputHashes(list(self.inputs.values()))
-        self.bundle = Differences(self.vectors, self.fates, how.counting)
+        names = [name for name in self.fates.moved if name not in self.fates.tied]
+        self.bundle = Differences(self.vectors, names, how.counting)
         if how.order == "mask_then_merge":
             for number, vector in enumerate(self.vectors):
                 own = None if how.seed is None else mask_seed(how.seed, number)

@@ -115,7 +115,7 @@ def breadcrumbs(
 
     Of each tensor's n entries the floor(gamma n) largest are outliers, the next max(1, floor(density n)) are
     kept (with what equals the first or the last of them, unless `exact`), the rest is noise."""
-    window = Window(bundle, density, gamma, per_tensor, exact)
+    window = MiddleRanks(bundle, density, gamma, per_tensor, exact)
     return lambda place, pieces: combination(window.kept(place, pieces), weights)
 
 
@@ -131,11 +131,11 @@ def breadcrumbs_ties(
     normalize: bool = True,
 ) -> Rule:
     """Breadcrumbs's two cuts in each tensor in the place of TIES's trim, then TIES's election and disjoint mean."""
-    elected, window = _election(election, normalize), Window(bundle, density, gamma, True, exact)
+    elected, window = _election(election, normalize), MiddleRanks(bundle, density, gamma, True, exact)
     return lambda place, pieces: elected.of(window.kept(place, pieces), weights)
 
 
-class Window:
+class MiddleRanks:
     """The middle of the magnitudes: between the outliers and the noise."""
 
     def __init__(

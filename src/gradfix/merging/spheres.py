@@ -6,13 +6,13 @@ walk takes these in float64, and the vectors are never held."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gradfix.errors import UnsafeResult, UsageError
-from gradfix.merging.bundles import Bundle, PiecePlace, Rule, merge_method, row_length
+from gradfix.merging.bundles import Bundle, Rule, merge_method
 from gradfix.merging.shares import combination, cosine, gram, summed
 
 PARALLEL = 0.9995  # beyond this cosine an arc and a straight line are the same in float32
@@ -106,11 +106,17 @@ def centre(products: Gram, steps: int, tolerance: float, least: float = 0.0) -> 
     turned = matrix * unit[:, None] * unit[None, :]
     shares = pointing.double() / pointing.sum()
     length = _length(turned, shares)
-    place = shares / length if length >= tolerance else torch.eye(len(unit), dtype=torch.float64)[int(pointing.int().argmax())]
+    place = (
+        shares / length
+        if length >= tolerance
+        else torch.eye(len(unit), dtype=torch.float64)[int(pointing.int().argmax())]
+    )
     for _ in range(steps):
         dots = (turned @ place).clamp(-1, 1)
         angles = torch.where(pointing, dots.acos(), 0.0)
-        pulls = torch.where(angles < tolerance, 0.0, shares * angles / angles.sin().clamp_min(torch.finfo(torch.float64).tiny))
+        pulls = torch.where(
+            angles < tolerance, 0.0, shares * angles / angles.sin().clamp_min(torch.finfo(torch.float64).tiny)
+        )
         tangent = pulls - (pulls * dots).sum() * place
         step = _length(turned, tangent)
         if step < tolerance:

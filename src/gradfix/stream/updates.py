@@ -52,10 +52,7 @@ class Counts:
         return share(self.kept, self.present or self.nonzero)
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "kept": round(self.kept_share(), 6),
-            "survived_rounding": round(share(self.survived, self.kept), 6),
-        }
+        return {"kept": round(self.kept_share(), 6), "survived_rounding": round(share(self.survived, self.kept), 6)}
 
 
 def total(counts: Iterable[Counts]) -> Counts:
