@@ -326,3 +326,58 @@ def test_empty_tensors_pass_through() -> None:
     taus = [TaskVector({"a": torch.randn(3), "none": torch.empty(0, 4)}) for _ in range(2)]
     for method in MERGES:
         assert run(method, taus)["none"].shape == (0, 4)
+
+
+def nearest(columns: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns, by the inverse root of its Gram matrix."""
+    values, vectors = torch.linalg.eigh(columns.T @ columns)
+    return columns @ vectors @ torch.diag(values.rsqrt()) @ vectors.T
+
+
+def test_tsv_makes_the_tasks_singular_vectors_orthogonal() -> None:
+    taus = vectors(5, 2)
+    found = merge(taus, "tsv")["layer.0.weight"]
+    lefts, values, rights = zip(
+        *(torch.linalg.svd(tau["layer.0.weight"], full_matrices=False) for tau in taus), strict=True
+    )
+    kept = 7 // 2
+    left = nearest(torch.cat([u[:, :kept] for u in lefts], dim=1))
+    right = nearest(torch.cat([v[:kept].T for v in rights], dim=1))
+    expected = left @ torch.diag(torch.cat([s[:kept] for s in values])) @ right.T
+    assert torch.allclose(found, expected, atol=1e-10)
+    assert torch.allclose(merge(taus, "tsv")["layer.0.bias"], (taus[0]["layer.0.bias"] + taus[1]["layer.0.bias"]) / 2)
+
+
+def test_isotropic_merges_have_equal_singular_values() -> None:
+    taus = vectors(6, 3)
+    total = sum(tau["layer.0.weight"] for tau in taus)
+    values = torch.linalg.svdvals(total)
+    flat_spectrum = torch.linalg.svdvals(merge(taus, "iso_c")["layer.0.weight"])
+    assert torch.allclose(flat_spectrum, values.mean().expand(7))
+    everything = merge(taus, "iso_cts", common=1.0)["layer.0.weight"]
+    assert torch.allclose(everything, merge(taus, "iso_c")["layer.0.weight"])
+    specific = merge(taus, "iso_cts", common=0.5)["layer.0.weight"]
+    assert torch.allclose(torch.linalg.svdvals(specific), torch.linalg.svdvals(specific).mean().expand(7))
+    assert not torch.allclose(specific, everything)
+
+
+def test_knots_merges_in_a_shared_basis() -> None:
+    taus = vectors(7, 3)
+    mean = merge(taus, "knots", density=1.0)["layer.0.weight"]
+    side = torch.cat([tau["layer.0.weight"] for tau in taus], dim=1)
+    left, values, right = torch.linalg.svd(side, full_matrices=False)
+    parts = torch.stack(right.split(11, dim=1))
+    expected = left @ torch.diag(values) @ elect(parts)
+    assert torch.allclose(mean, expected, atol=1e-10)
+    one = merge(taus[:1], "knots", density=1.0)["layer.0.weight"]
+    assert torch.allclose(one, taus[0]["layer.0.weight"])
+
+
+def test_exactly_k_entries_are_kept_where_magnitudes_are_equal() -> None:
+    signs = torch.Generator().manual_seed(0)
+    tau = TaskVector({"w": torch.where(torch.rand(7, 9, generator=signs) > 0.5, 1.0, -1.0)})
+    assert int((merge([tau], "ties", density=0.3)["w"] != 0).sum()) == 63
+    kept = merge([tau], "ties", density=0.3, exact=True)["w"]
+    assert torch.equal(kept.flatten() != 0, torch.arange(63) < 18)  # the first in the file
+    middle = merge([tau], "breadcrumbs", density=0.3, gamma=0.1, exact=True)["w"]
+    assert torch.equal(middle.flatten() != 0, (torch.arange(63) >= 6) & (torch.arange(63) < 24))

@@ -208,7 +208,8 @@ class Combined(Update):
         self.bundle, self.method, self.rule, self.hashes = bundle, method, rule, hashes
         self.settings = settings  # what the rule was made with
         self.room = Buffers()
-        self.cheap = "density" not in method.options  # to trim or to draw is more work than to add
+        # To trim, to draw or to decompose is more work than to add.
+        self.cheap = "density" not in method.options and not method.whole_tensors
         self._counts: dict[str, list[Counts]] = {}
 
     def planned(self, name: str) -> tuple[Differences, Rule]:
