@@ -272,6 +272,20 @@ class MergeConfigOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExtractConfig:
+    """Make a LoRA adapter of a full fine-tune, for its own base."""
+
+    base: str = option("The base model the adapter is for.", required=True)
+    tuned: str = option("The fine-tune of it.", required=True)
+    out: str = option("Folder to write.", required=True)
+    rank: int = option("Rank of the adapter.", 16, least=1)
+    keep_small: bool = option("Carry norms and biases in full, which no adapter can factor.", False)
+    overwrite: bool = option("Replace a non-empty output folder.", False)
+    force: bool = option("Go on where a check would refuse.", False)
+    dry_run: bool = option(DRY_RUN, False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReproduceConfig:
     """Reproduce the paper's tables and figures."""
 
