@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gradfix.align.coordinates import OUTSIDES
 from gradfix.merging.rules import MERGES
 from gradfix.system.yamlfile import checked, load_yaml
 from gradfix.vectors.masks import MASKS
@@ -55,7 +56,8 @@ class MergeRecipe(_Frozen):
 
     `order` is where the votes come in; by default "plain" without votes or data, "mask_then_merge" when all
     vectors serve one task and "merge_then_mask" when they serve several. `alpha` is by default "auto" (chosen
-    on every task's validation data) with data and 1 without. `options` are the method's own."""
+    on every task's validation data) with data and 1 without. `coordinates` is how vectors of another shape than the
+    target are rewritten for it; they need data. `options` are the method's own."""
 
     target: str
     vectors: tuple[VectorRecipe, ...] = Field(min_length=1)
@@ -77,6 +79,7 @@ class MergeRecipe(_Frozen):
     head: Literal["error", "copy", "skip"] = "error"
     dtype: str | None = None
     device: str | None = None
+    coordinates: str = "bico"
     force: bool = False
 
     @field_validator("alpha")
@@ -90,6 +93,12 @@ class MergeRecipe(_Frozen):
     @classmethod
     def _known_method(cls, value: str) -> str:
         MERGES[value]
+        return value
+
+    @field_validator("coordinates")
+    @classmethod
+    def _known_coordinates(cls, value: str) -> str:
+        OUTSIDES[value]
         return value
 
     @field_validator("mask")
