@@ -142,6 +142,20 @@ TESTS = [
         "source": "base", "tokens": {
             "_tok_20": {"source": {"kind": "model_token", "model": "tok_chatml", "token_id": 64}, "force": True},
             "_tok_21": {"source": {"kind": "model_token", "model": "tok_base", "token": "<s>"}, "force": True}}})),
+    *(Case(f"linear, configured tokens, {label}", f"{TOKEN} configured tokens", tokens(["tok_special"], tokenizer={
+        "source": source, "tokens": {"<|special|>": {"source": "tok_special", "force": True}, **more}}))
+      for label, source, more in (
+          ("of a model", "tok_special", {"<|new|>": {"source": {
+              "kind": "model_token", "model": "tok_special", "token": "_tok_10"}, "force": True}}),
+          ("base", "base", {}), ("union", "union", {}))),
+    *(Case(f"linear, phi, {source} {other}", "test_vocabulary_axis.py phi", {
+        "merge_method": "linear", "base_model": "phi_8", "models": [_one("phi_8"), _one(f"phi_{other}_swapped")],
+        "parameters": {"weight": 0.5}, "tokenizer_source": source})
+      for source, other in (("base", 8), ("base", 10), ("union", 10))),
+    *(Case(f"{method}, rows cut off", "test_embedding_truncation.py", {
+        "merge_method": method, "base_model": "tok_chatml", "models": [_one("tok_chatml"), _one("tok_base")],
+        "parameters": {"weight": 0.5, "t": 0.5}}, refused="tokenizer")
+      for method in ("linear", "slerp", "task_arithmetic")),
     Case("linear, padded table", f"{TOKEN} pad to multiple", tokens(["tok_chatml"], tokenizer={
         "source": "base", "pad_to_multiple_of": 16})),
     Case("linear, chat template by name", "test_chat_template.py chatml", {
@@ -150,6 +164,10 @@ TESTS = [
     Case("linear, chat template as text", "test_chat_template.py jinja", {
         "merge_method": "linear", "base_model": "tok_base", "dtype": "bfloat16",
         "chat_template": "{{messages[0]['content']}}",
+        "models": [_one("tok_base", weight=0.5), _one("tok_plain", weight=0.5)]}),
+    Case("linear, long chat template", "test_chat_template.py long jinja", {
+        "merge_method": "linear", "base_model": "tok_base", "dtype": "bfloat16",
+        "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{# " + "x" * 300 + " #}",
         "models": [_one("tok_base", weight=0.5), _one("tok_plain", weight=0.5)]}),
 ]  # fmt: skip
 MORE = [
@@ -228,18 +246,41 @@ def _gpt2(folder: Path, seed: int) -> None:
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=3, n_positions=32, vocab_size=99)).save_pretrained(folder)
 
 
-def _with_tokens(added: list[str], vocabulary: int) -> Callable[[Path, int], None]:
-    def make(folder: Path, seed: int) -> None:
-        import tokenizers
-        from transformers import PreTrainedTokenizerFast
+def _tokenizer(folder: Path, size: int, added: list[str], special: list[str], swapped: bool = False) -> None:
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
 
+    plain = ["<unk>", "<s>", "</s>", *(f"_tok_{n}" for n in range(3, size))]
+    if swapped:
+        plain[3], plain[4] = plain[4], plain[3]
+    body = {"type": "BPE", "vocab": {token: n for n, token in enumerate(plain)}, "merges": []}
+    inner = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": body, "added_tokens": []}))
+    outer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    outer.add_tokens(added)
+    outer.add_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    outer.save_pretrained(folder)
+
+
+def _with_tokens(added: list[str], vocabulary: int, special: tuple[str, ...] = ()) -> Callable[[Path, int], None]:
+    def make(folder: Path, seed: int) -> None:
         _llama(folder, seed, vocabulary)
-        plain = ["<unk>", "<s>", "</s>", *(f"_tok_{n}" for n in range(3, 64))]
-        body = {"type": "BPE", "vocab": {token: n for n, token in enumerate(plain)}, "merges": []}
-        inner = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": body, "added_tokens": []}))
-        outer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
-        outer.add_tokens(added)
-        outer.save_pretrained(folder)
+        _tokenizer(folder, 64, added, list(special))
+
+    return make
+
+
+def _phi(size: int, swapped: bool) -> Callable[[Path, int], None]:
+    """A head with a bias: as many entries as tokens, and no matrix."""
+
+    def make(folder: Path, seed: int) -> None:
+        from transformers import PhiConfig, PhiForCausalLM
+
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = PhiForCausalLM(PhiConfig(vocab_size=size, **shape))
+        torch.nn.init.normal_(model.lm_head.bias)
+        model.save_pretrained(folder)
+        _tokenizer(folder, size, [], [], swapped)
 
     return make
 
@@ -262,6 +303,8 @@ FOLDERS: dict[str, Callable[[Path, int], None]] = {
     A: _llama, B: _llama, C: _llama, "model_d": _llama, "granite_a": _granite, "granite_b": _granite, "gpt2": _gpt2,
     "tok_base": _with_tokens([], 64), "tok_chatml": _with_tokens(["<|im_start|>", "<|im_end|>"], 66),
     "tok_padded": _with_tokens([f"<UNUSED_{n}>" for n in range(4)], 64), "tok_plain": _llama, "lora_a": _lora,
+    "tok_special": _with_tokens([], 65, ("<|special|>",)),
+    "phi_8": _phi(8, False), "phi_8_swapped": _phi(8, True), "phi_10_swapped": _phi(10, True),
 }  # fmt: skip
 
 
