@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gradfix.checkpoints.matched import TOKEN_TABLE, read_vocabulary
 from gradfix.errors import GradfixError
 from gradfix.merging.foreign import Job, mergekit_documents, run_document
 from tests.mergekit_cases import CASES, Case, make_models, save
@@ -113,7 +114,16 @@ def _row(case: Case, home: Path, files: dict[tuple[str, bool], Path], failed: di
 
 
 def _load(folder: Path) -> Weights:
-    return {n: t.double() for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    """Token tables in the order of the tokens' strings: a union adds its new tokens in any order in mergekit."""
+    found = {n: t.double() for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+    tokens = read_vocabulary(folder) if (folder / "tokenizer.json").is_file() else None
+    if tokens is None:
+        return found
+    for name in [name for name in found if TOKEN_TABLE.search(name) and len(found[name]) >= len(tokens)]:
+        rows = [row for _, row in sorted(tokens.items())]
+        rest = [row for row in range(len(found[name])) if row not in set(rows)]
+        found[name] = found[name][rows + rest]
+    return found
 
 
 def _change(weights: Weights, start: Weights) -> torch.Tensor:
@@ -129,7 +139,7 @@ def _distance(theirs: Weights, ours: Weights, start: Weights) -> tuple[float, fl
     assert {n: t.shape for n, t in theirs.items()} == {n: t.shape for n, t in ours.items()}
     left, right = _change(theirs, start), _change(ours, start)
     gap = (left - right).abs()
-    return float((gap == 0).double().mean()), float(gap.norm() / left.norm()), float(gap.max())
+    return float((gap == 0).double().mean()), float(gap.norm() / left.norm().clamp_min(1e-12)), float(gap.max())
 
 
 def table(rows: list[Row], versions: dict[str, str]) -> str:

@@ -210,6 +210,13 @@ def test_slices_stack_layers_and_the_config_follows(tmp_path: Path, home: Path) 
     assert torch.equal(found["lm_head.weight"], (b["lm_head.weight"].bfloat16() * 0.5))
 
 
+def test_tensors_that_no_rule_changes_are_copied(tmp_path: Path, home: Path) -> None:
+    found = merged(tmp_path, home, {"merge_method": "passthrough", "models": [{"model": "a"}]})
+    assert all(torch.equal(tensor, weights(home, "a")[name].float()) for name, tensor in found.items())
+    manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
+    assert {entry["reason"] for entry in manifest["tensors"].values()} == {f"taken as it is from {home / 'a'}"}
+
+
 def test_several_documents_are_made_of_each_other(tmp_path: Path, home: Path) -> None:
     last = {
         "merge_method": "linear",

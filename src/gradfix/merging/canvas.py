@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfix.checkpoints.folder import SHARD_BYTES
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
 from gradfix.checkpoints.weights import CHUNK, Checkpoint
 from gradfix.errors import UsageError
@@ -72,17 +73,32 @@ class Canvas(Checkpoint):
         return piece.to(self.rounded) if self.rounded is not None and piece.dtype.is_floating_point else piece
 
     def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
-        return self.under[name].stored(name) if name in self.under and self.rounded is None else None
+        if name not in self.under:
+            return None
+        dtype = self.under[name].info(name).dtype
+        same = self.rounded in (None, dtype) or not dtype.is_floating_point
+        return self.under[name].stored(name) if same else None
 
     def identity(self) -> Any:
         parts = {name: source.identity() for name, source in self.under.items()}
         return None if None in parts.values() else [self.reference.identity(), list(self.infos), str(self.rounded)]
 
     def layout(self) -> dict[str, list[str]] | None:
-        """The reference's own files, where it has the very tensors."""
+        """The reference's own files where it has the very tensors, else new ones in the order given."""
         own = self.reference.layout()
-        same = own is not None and {name for names in own.values() for name in names} == set(self.infos)
-        return own if same else None
+        if own is not None and {name for names in own.values() for name in names} == set(self.infos):
+            return own
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name in sorted(self.infos, key=lambda n: -self.infos[n].dtype.itemsize):  # stable
+            if shards[-1] and size + self.infos[name].nbytes > SHARD_BYTES:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += self.infos[name].nbytes
+        if len(shards) == 1:
+            return {"model.safetensors": shards[0]}
+        return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": s for i, s in enumerate(shards, 1)}
 
     @property
     def files(self) -> list[Path]:

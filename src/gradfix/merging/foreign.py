@@ -126,6 +126,8 @@ class Job:
         self.tokens: Tokens | None = settle_tokens(document, self.models)
         self.template = self._template()
         self.views = {model: self._view(model) for model in self.models}
+        self._order = {model: number for number, model in enumerate(self.models)}
+        self._positions = {m: {name: i for i, name in enumerate(c.names())} for m, c in self.models.items()}
         self.reference = self.models[document.base or document.models()[0]]
         self.bases: dict[ModelRef, Checkpoint] = {}
         self.target = None if target is None else self._onto(open_checkpoint(target))
@@ -133,6 +135,13 @@ class Job:
             self._match_tokens(self.tokens)
         self.infos = {name: self._info(formula) for name, formula in self.formulas.items()}
         self._givens = {name: self._given(formula) for name, formula in self.formulas.items() if not formula.copied}
+        self.taken = set() if self.target is not None else {name for name in self.formulas if self._as_it_is(name)}
+
+    def _as_it_is(self, name: str) -> bool:
+        """Does the rule leave the tensor alone? Then it is copied, which is less work."""
+        if name not in self._givens:
+            return True
+        return self.document.method == "passthrough" and self._givens[name].each("scale") == [1.0]
 
     @property
     def formulas(self) -> dict[str, Formula]:
@@ -234,16 +243,26 @@ class Job:
             return self.target if self.method.changes(True) else Shifted(self.target, self.views[base])
         under: dict[str, Checkpoint] = {}
         for name, formula in self.formulas.items():
-            if formula.copied:
+            if name in self.taken:
                 under[name] = self.views[formula.first]
             elif self.method.changes(self.based(formula)) and formula.part.base is not None:
                 under[name] = self.views[formula.part.base]
-        return Canvas(self.infos, under, self.reference, self.rounded)
+        order = sorted(self.infos, key=self._place)
+        return Canvas({name: self.infos[name] for name in order}, under, self.reference, self.rounded)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """Where the first input has the tensor: files are read from front to back."""
+        formula = self.formulas[name]
+        return self._order[formula.first], self._positions[formula.first][formula.tensors[formula.first]]
 
     def fates(self, canvas: Checkpoint) -> Fates:
-        merged = {name for name, formula in self.formulas.items() if not formula.copied}
-        still = Fate.ONLY_IN_TARGET if self.target is not None else Fate.BUFFER
-        return Fates({n: TensorFate(Fate.TRANSPORTED if n in merged else still) for n in canvas.names()})
+        fates = Fates()
+        for name in canvas.names():
+            if name in self.taken:
+                fates[name] = TensorFate(Fate.TAKEN, str(self.formulas[name].first))
+            else:
+                fates[name] = TensorFate(Fate.TRANSPORTED if name in self.formulas else Fate.ONLY_IN_TARGET)
+        return fates
 
     def amend(self, staging: Path) -> None:
         """Config, tokenizer and chat template of the result."""

@@ -259,6 +259,8 @@ class _Pass:
         nonzero, kept, survived = whole.nonzero, whole.kept, whole.survived
         if self.stream.alpha == 0:
             return ["alpha is 0: the output is the target, nothing was transported"]
+        if not self.moved:
+            return []
         if kept < LEAST_KEPT * nonzero and not self.output.force:
             raise UnsafeResult(
                 f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "
