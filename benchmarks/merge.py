@@ -1,7 +1,7 @@
 """python benchmarks/merge.py [--layers 26] [--python PYTHON_WITH_MERGEKIT] [--json benchmarks/results/merge.json]
 
-Merge four fine-tunes of one base (random bf16 weights in Llama's shape, 1 GB each at 26 layers) with gradfix
-and, where an interpreter with mergekit is given, with mergekit on the same files, method by method in turns.
+Merge four fine-tunes of one base (random bf16 weights in Llama's shape, 1 GB each at 26 layers) by the same mergekit
+files with gradfix and, where an interpreter with mergekit is given, with mergekit, method by method in turns.
 Every run is a process of its own in the same interpreter; seconds are those of the merge without imports.
 Peak memory is what the process adds to its imports: resident, and the part of it that is not mapped files.
 Needs about 7 GB of disk in --folder, which is emptied afterwards."""
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = ("task_arithmetic", "ties", "dare_ties")
+METHODS = ("linear", "slerp", "task_arithmetic", "ties", "dare_ties", "model_stock", "passthrough")
 COUNT, DENSITY, WIDTH, HIDDEN, VOCABULARY = 4, 0.2, 1024, 4096, 32000
 
 
@@ -64,31 +64,43 @@ def make_files(folder: Path, layers: int) -> None:
         save_file(moved, home / "model.safetensors", {"format": "pt"})
 
 
-def merge_with_gradfix(folder: Path, method: str, out: Path) -> Any:
+def file_for(folder: Path, method: str, layers: int) -> Path:
+    """The mergekit file that both tools are given."""
+    base, tuned = str(folder / "base"), [str(folder / f"tuned{n + 1}") for n in range(COUNT)]
+    own: dict[str, Any] = {"weight": 1.0} if method in ("linear", "task_arithmetic", "ties", "dare_ties") else {}
+    if method in ("ties", "dare_ties"):
+        own["density"] = DENSITY
+    content: dict[str, Any] = {"merge_method": method, "dtype": "bfloat16"}
+    if method == "passthrough":
+        halves = ([0, layers * 2 // 3], [layers // 3, layers])
+        sources = [{"sources": [{"model": model, "layer_range": half}]} for model, half in zip(tuned, halves)]
+        content["slices"] = sources
+    elif method == "slerp":
+        models = [{"model": base}, {"model": tuned[0]}]
+        content |= {"base_model": base, "parameters": {"t": 0.4}, "models": models}
+    else:
+        content["models"] = [{"model": model, "parameters": own} for model in tuned]
+        if method != "linear":
+            content["base_model"] = base
+    path = folder / f"{method}.yml"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def merge_with_gradfix(file: Path, out: Path) -> Any:
     sys.path.insert(0, str(ROOT / "src"))
-    from gradfix.merging.folders import Vector, merge_checkpoints
+    from gradfix.merging.foreign import Job, mergekit_documents, run_document
 
-    vectors = [Vector(folder / "base", folder / f"tuned{n + 1}") for n in range(COUNT)]
-    trims: dict[str, Any] = {} if method == "task_arithmetic" else {"density": DENSITY}
-    return lambda: merge_checkpoints(target=folder / "base", vectors=vectors, out=out, method=method, seed=0, **trims)
+    return lambda: run_document(Job(*mergekit_documents(file)), out)
 
 
-def merge_with_mergekit(folder: Path, method: str, out: Path) -> Any:
+def merge_with_mergekit(file: Path, out: Path) -> Any:
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
-    parameters: dict[str, Any] = {"weight": 1.0}
-    if method != "task_arithmetic":
-        parameters["density"] = DENSITY
-    content = {
-        "merge_method": method,
-        "base_model": str(folder / "base"),
-        "models": [{"model": str(folder / f"tuned{n + 1}"), "parameters": parameters} for n in range(COUNT)],
-        "dtype": "bfloat16",
-    }
     options = MergeOptions(copy_tokenizer=False, write_model_card=False, quiet=True, random_seed=0)
-    return lambda: run_merge(MergeConfiguration.model_validate(content), str(out), options)
+    return lambda: run_merge(MergeConfiguration.model_validate(json.loads(file.read_text())), str(out), options)
 
 
 TOOLS = {"gradfix": merge_with_gradfix, "mergekit": merge_with_mergekit}
@@ -143,7 +155,7 @@ class Memory(threading.Thread):
 
 def run_one(tool: str, folder: Path, method: str) -> dict[str, Any]:
     out = folder / f"out-{tool}-{method}"
-    return measured(TOOLS[tool](folder, method, out), out)
+    return measured(TOOLS[tool](folder / f"{method}.yml", out), out)
 
 
 def measured(work: Callable[[], Any], out: Path) -> dict[str, Any]:
@@ -172,6 +184,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--python", default=os.environ.get("GRADFIX_MERGEKIT_PYTHON"))
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "merge.json")
     parser.add_argument("--one", nargs=3, metavar=("TOOL", "FOLDER", "METHOD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -186,7 +199,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
         make_files(Path(work), arguments.layers)
         size = (Path(work) / "base" / "model.safetensors").stat().st_size
-        for method in METHODS:
+        for method in arguments.methods:
+            file_for(Path(work), method, arguments.layers)
             for tool in tools:
                 load = os.getloadavg()[0]
                 command = [python, __file__, "--one", tool, work, method]
@@ -196,7 +210,7 @@ def main() -> None:
                 rows.append({**row, "load_average_before": round(load, 2)})
                 print(json.dumps(rows[-1]), flush=True)
     result = {
-        "what": f"{COUNT} fine-tunes and their base, {size / 1e9:.2f} GB bf16 each, merged onto the base",
+        "what": f"{COUNT} fine-tunes and their base, {size / 1e9:.2f} GB bf16 each, merged by the same files",
         "rows": rows,
         "arguments": {"layers": arguments.layers, "density": DENSITY},
         "versions": {"python": platform.python_version(), **found},

@@ -132,6 +132,15 @@ def _merging(home: Path) -> None:
             "--out", home / f"votes-{name}.safetensors")  # fmt: skip
 
 
+@_setup("mergekit")
+def _mergekit(home: Path) -> None:
+    base = save_tiny("bert", home / "old-base", seed=0)
+    tune(base, home / "tuned-a", texts(home / "data"), "zero-shot")
+    models = [{"model": "tuned-a", "parameters": {"weight": 0.5, "density": [1, 0.5]}}]
+    content = {"merge_method": "ties", "base_model": "old-base", "models": models}
+    (home / "merge.yml").write_text(json.dumps(content), encoding="utf-8")
+
+
 @_setup("clip")
 def _clip(home: Path) -> None:
     base, _ = _pair("clip", home, "clip")

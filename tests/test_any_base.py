@@ -11,11 +11,14 @@ import pytest
 import torch
 import transformers as hf
 
+import gradfix
 from gradfix.checkpoints.trio import Trio
 from gradfix.commands.configs import InspectConfig, TransportConfig
 from gradfix.commands.inspect import run_inspect
+from gradfix.commands.merge import run_merge
 from gradfix.commands.transport import run_transport
 from gradfix.errors import IncompatibleCheckpoints, UsageError
+from gradfix.merging.recipes import MergeRecipe, load_recipe
 from gradfix.methods.comparison import compare
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
@@ -150,3 +153,31 @@ def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
     run_transport(replace(config, tuned=str(tmp_path / "adapter")))
     manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
     assert "coordinates" in manifest["details"]["starts"]
+
+
+@pytest.mark.parametrize("order", ["plain", "mask_then_merge"])
+def test_vectors_of_other_shapes_are_merged_onto_one_target(world: Path, tmp_path: Path, order: str) -> None:
+    bound = ZeroShot(LABELS).open(world / "wider")
+    finetune(bound, toy_texts(60, 1), steps=10, batch_size=16, lr=3e-3)
+    bound.model.save_pretrained(tmp_path / "wide-tuned")
+    own = {"base": str(world / "wider"), "tuned": str(tmp_path / "wide-tuned"), "data": str(world / "data")}
+    other = {"base": str(world / "base"), "tuned": str(world / "tuned"), "data": str(world / "data")}
+    recipe = {
+        "target": str(world / "wider"),
+        "vectors": [own, other],
+        "method": "mean",
+        "task": "zero-shot",
+        "shots": 2,
+    }
+    recipe |= {"alpha": 0.5, "order": order, "device": "cpu", "out": str(tmp_path / "out")}
+    (tmp_path / "merge.yml").write_text(json.dumps(recipe))
+    result = run_merge(load_recipe(tmp_path / "merge.yml"))
+    manifest = gradfix.verify(tmp_path / "out")
+    (across,) = manifest["details"]["across"]
+    assert across["coordinates"] == "bico" and len(across["correspondence"]["hash"]) == 64
+    assert any("rewritten by bico" in note for note in manifest["notes"]) and result.tasks
+    model = hf.AutoModel.from_pretrained(tmp_path / "out")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    del other["data"]
+    with pytest.raises(IncompatibleCheckpoints, match="another shape .* Give this vector `data`"):
+        run_merge(MergeRecipe(**{**recipe, "vectors": (own, other), "order": None}), overwrite=True)

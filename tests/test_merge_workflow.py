@@ -15,7 +15,7 @@ import gradfix.commands.merge as workflow
 from gradfix.cli import run
 from gradfix.commands.configs import MergeConfigOptions
 from gradfix.commands.merge import run_merge, run_merge_command
-from gradfix.errors import DataError, OutputError, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, OutputError, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints
 from gradfix.merging.recipes import load_recipe
 from tiny import save_tiny, toy_texts, write_rows
@@ -111,16 +111,35 @@ def test_a_mergekit_file_merges_plainly(tmp_path: Path, world: dict[str, Path]) 
     models = [{"model": str(world["a"]), "parameters": {"weight": 0.5, "density": 0.4}}]
     old.write_text(json.dumps({"merge_method": "ties", "base_model": str(world["old"]), "models": models}))
     options = {"from_mergekit": str(old), "out": str(tmp_path / "out")}
-    with pytest.raises(UsageError, match="does not say: target"):
+    for target in ("old", "target"):
+        result = run_merge_command(MergeConfigOptions(**options, target=str(world[target]), overwrite=True))
+        assert result["order"] == "plain"
+        merge_checkpoints(
+            target=world[target], vectors=[Vector(world["old"], world["a"], weight=0.5)], out=tmp_path / "same",
+            density=0.4, per_tensor=True, overwrite=True,
+        )  # fmt: skip
+        files = [tmp_path / name / "model.safetensors" for name in ("out", "same")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_manifest_says_what_became_of_the_vectors(tmp_path: Path, world: dict[str, Path]) -> None:
+    path = _recipe(tmp_path, world, out=str(tmp_path / "out"), alpha=-0.5)
+    result = run_merge_command(MergeConfigOptions(config=str(path)))
+    manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
+    assert set(result["notes"]) <= set(manifest["notes"])
+    assert 0 < manifest["kept"] < 1 and manifest["norm_ratio"] > 0 and manifest["config"]["alpha"] == -0.5
+    assert "A merge of" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_mixed_up_base_is_refused_and_force_goes_on(tmp_path: Path, world: dict[str, Path]) -> None:
+    vector = {"base": str(world["older"]), "tuned": str(world["a"])}
+    path = tmp_path / "mixed.yml"
+    path.write_text(json.dumps({"target": str(world["target"]), "vectors": [vector], "method": "mean"}))
+    options = {"config": str(path), "out": str(tmp_path / "out")}
+    with pytest.raises(IncompatibleCheckpoints, match="--force .*goes on all the same"):
         run_merge_command(MergeConfigOptions(**options))
-    result = run_merge_command(MergeConfigOptions(**options, target=str(world["target"])))
-    assert result["order"] == "plain" and any("per tensor" in note for note in result["notes"])
-    merge_checkpoints(
-        target=world["target"], vectors=[Vector(world["old"], world["a"], weight=0.5)], out=tmp_path / "same",
-        density=0.4, per_tensor=True,
-    )  # fmt: skip
-    files = [tmp_path / name / "model.safetensors" for name in ("out", "same")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    run_merge_command(MergeConfigOptions(**options, force=True))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path, world: dict[str, Path]) -> None:
@@ -132,8 +151,9 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, world: dict[str, Path]) -> Non
 def test_what_is_missing_is_named(tmp_path: Path, world: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="one recipe"):
         run_merge_command(MergeConfigOptions())
-    with pytest.raises(UsageError, match="no output folder"):
-        run_merge_command(MergeConfigOptions(config=str(_recipe(tmp_path, world))))
+    for recipe in ({"config": str(_recipe(tmp_path, world))}, {"from_mergekit": "some.yml"}):
+        with pytest.raises(UsageError, match="no output folder"):
+            run_merge_command(MergeConfigOptions(**recipe))
     (_data(tmp_path / "bare", 3) / "validation.jsonl").unlink()
     path = _recipe(tmp_path, {**world, "bare": tmp_path / "bare"}, data=("films", "bare"), out=str(tmp_path / "o"))
     with pytest.raises(DataError, match="no validation data to choose alpha on"):

@@ -1,4 +1,4 @@
-"""Merge recipes and mergekit's files: what is read, what is refused, and with which words."""
+"""Merge recipes: what is read, what is refused, and with which words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from gradfix.errors import CorruptInput, UsageError
-from gradfix.merging.recipes import from_mergekit, load_recipe
+from gradfix.merging.recipes import load_recipe
 from gradfix.system.yamlfile import load_yaml
 
 RECIPE = """
@@ -19,19 +19,6 @@ vectors:
   - {base: older, tuned: b}
 method: ties
 density: 0.3
-"""
-MERGEKIT = """
-models:
-  - model: base
-  - model: left
-    parameters: {density: 0.5, weight: 0.7}
-  - model: base+adapter
-    parameters: {weight: 0.3}
-merge_method: ties
-base_model: base
-parameters: {normalize: false, int8_mask: true, lambda: 0.9, density: 0.8}
-dtype: bfloat16
-tokenizer_source: union
 """
 
 
@@ -106,51 +93,3 @@ def test_files_that_are_no_files(tmp_path: Path) -> None:
     with pytest.raises(CorruptInput, match="cannot be read as text"):
         load_yaml(tmp_path / "binary.yml")
     assert load_yaml(write(tmp_path, "")) == {}
-
-
-def test_a_mergekit_file_is_read_and_asks_for_the_target_only(tmp_path: Path) -> None:
-    imported = from_mergekit(write(tmp_path, MERGEKIT))
-    assert imported.missing == ("target",)
-    with pytest.raises(UsageError, match="does not say: target.*or base to merge in place"):
-        imported.complete()
-    recipe = imported.complete(target="new", out="o")
-    assert [(v.base, v.tuned, v.weight, v.density) for v in recipe.vectors] == [
-        ("base", "left", 0.7, 0.5),
-        ("base", "adapter", 0.3, 0.8),
-    ]
-    assert recipe.method == "ties" and recipe.options == {"per_tensor": True, "normalize": False}
-    assert recipe.settled_alpha() == 0.9 and recipe.dtype == "bfloat16"
-    assert any("per tensor" in note for note in imported.notes)
-    assert any("tokenizer" in note for note in imported.notes)
-
-
-def test_mergekit_defaults_are_kept(tmp_path: Path) -> None:
-    dare = MERGEKIT.replace("merge_method: ties", "merge_method: dare_ties").replace("normalize: false, ", "")
-    recipe = from_mergekit(write(tmp_path, dare)).complete(target="new")
-    assert recipe.options == {"normalize": False, "rescale": True}
-    summed = MERGEKIT.replace("ties", "task_arithmetic").replace("normalize: false", "normalize: true")
-    recipe = from_mergekit(write(tmp_path, summed)).complete(target="new")
-    assert (recipe.method, recipe.densities()) == ("mean", None)
-    assert [v.weight for v in recipe.vectors] == [0.7, 0.3]
-    linear = MERGEKIT.replace("ties", "dare_linear").replace("weight: 0.7", "weight: 0.9").replace("false", "true")
-    recipe = from_mergekit(write(tmp_path, linear)).complete(target="new")
-    assert [v.weight for v in recipe.vectors] == pytest.approx([0.75, 0.25])
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("merge_method: ties", "merge_method: nuslerp", "merge_method 'nuslerp' cannot be imported"),
-        ("models:", "slices:", "'slices' has no counterpart"),
-        ("weight: 0.7", "weight: [0, 1]", "varies by layer"),
-        ("weight: 0.7", "weight: heavy", "weight must be a number"),
-        (", weight: 0.7", "", "left has no weight"),
-        ("lambda: 0.9", "gamma: 0.9", "parameter 'gamma' has no counterpart"),
-        ("base+adapter", "other+adapter", "adapter on another model"),
-        ("base_model: base", "name: x", "base_model and a list of models are needed"),
-    ],
-)
-def test_what_mergekit_can_and_we_cannot_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert old in MERGEKIT
-    with pytest.raises(UsageError, match=message):
-        from_mergekit(write(tmp_path, MERGEKIT.replace(old, new)))

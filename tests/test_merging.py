@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -210,7 +204,10 @@ def test_counted_ranks_equal_sorting(values: list[float], wide: bool, data: st.D
     ranks = data.draw(st.lists(st.integers(1, len(values)), min_size=1, max_size=3))
     ordered = row.abs().sort(descending=True).values
     (found,) = magnitudes_at(lambda f: map(f, ([part] for part in row.split(7))), [ranks], row.dtype)
-    assert found == [float(ordered[rank - 1]) for rank in ranks]
+    assert [level.magnitude for level in found] == [float(ordered[rank - 1]) for rank in ranks]
+    for level in found:
+        assert level.above == int((ordered > level.magnitude).sum())
+        assert level.equal == int((ordered == level.magnitude).sum())
 
 
 @pytest.mark.parametrize("method", list(MERGES))
@@ -331,25 +328,56 @@ def test_empty_tensors_pass_through() -> None:
         assert run(method, taus)["none"].shape == (0, 4)
 
 
-@pytest.mark.mergekit
-def test_equals_mergekit_where_the_definitions_agree(tmp_path: Path) -> None:
-    """Set GRADFIX_MERGEKIT_PYTHON to the interpreter of an environment that has mergekit."""
-    here = sys.executable if importlib.util.find_spec("mergekit") else None
-    python = os.environ.get("GRADFIX_MERGEKIT_PYTHON", here)
-    if python is None:
-        pytest.skip("no environment with mergekit; see docs/merging.md")
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [python, str(root / "tests" / "mergekit_compare.py"), str(tmp_path)],
-        env={**os.environ, "GRADFIX_SOURCE": str(root / "src")}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout[done.stdout.index("{") :])["results"]
-    same = ("task_arithmetic", "task_arithmetic normalized", "ties", "ties lambda", "dare_linear", "dare_ties")
-    for label in same:
-        assert found[f"{label} (float32)"]["entries_equal"] == 1, label
-    # bfloat16: mergekit computes in bfloat16 and breaks ties between equal magnitudes by position.
-    assert found["task_arithmetic (bfloat16)"]["relative_difference"] < 0.02
-    # What differs by definition must differ, or the table in docs/merging.md is out of date.
-    for label in ("dare_linear rescaled", "ties global trim"):
-        assert found[f"{label} (float32)"]["entries_equal"] < 1, label
+def nearest(columns: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns, by the inverse root of its Gram matrix."""
+    values, vectors = torch.linalg.eigh(columns.T @ columns)
+    return columns @ vectors @ torch.diag(values.rsqrt()) @ vectors.T
+
+
+def test_tsv_makes_the_tasks_singular_vectors_orthogonal() -> None:
+    taus = vectors(5, 2)
+    found = merge(taus, "tsv")["layer.0.weight"]
+    lefts, values, rights = zip(
+        *(torch.linalg.svd(tau["layer.0.weight"], full_matrices=False) for tau in taus), strict=True
+    )
+    kept = 7 // 2
+    left = nearest(torch.cat([u[:, :kept] for u in lefts], dim=1))
+    right = nearest(torch.cat([v[:kept].T for v in rights], dim=1))
+    expected = left @ torch.diag(torch.cat([s[:kept] for s in values])) @ right.T
+    assert torch.allclose(found, expected, atol=1e-10)
+    assert torch.allclose(merge(taus, "tsv")["layer.0.bias"], (taus[0]["layer.0.bias"] + taus[1]["layer.0.bias"]) / 2)
+
+
+def test_isotropic_merges_have_equal_singular_values() -> None:
+    taus = vectors(6, 3)
+    total = sum(tau["layer.0.weight"] for tau in taus)
+    values = torch.linalg.svdvals(total)
+    flat_spectrum = torch.linalg.svdvals(merge(taus, "iso_c")["layer.0.weight"])
+    assert torch.allclose(flat_spectrum, values.mean().expand(7))
+    everything = merge(taus, "iso_cts", common=1.0)["layer.0.weight"]
+    assert torch.allclose(everything, merge(taus, "iso_c")["layer.0.weight"])
+    specific = merge(taus, "iso_cts", common=0.5)["layer.0.weight"]
+    assert torch.allclose(torch.linalg.svdvals(specific), torch.linalg.svdvals(specific).mean().expand(7))
+    assert not torch.allclose(specific, everything)
+
+
+def test_knots_merges_in_a_shared_basis() -> None:
+    taus = vectors(7, 3)
+    mean = merge(taus, "knots", density=1.0)["layer.0.weight"]
+    side = torch.cat([tau["layer.0.weight"] for tau in taus], dim=1)
+    left, values, right = torch.linalg.svd(side, full_matrices=False)
+    parts = torch.stack(right.split(11, dim=1))
+    expected = left @ torch.diag(values) @ elect(parts)
+    assert torch.allclose(mean, expected, atol=1e-10)
+    one = merge(taus[:1], "knots", density=1.0)["layer.0.weight"]
+    assert torch.allclose(one, taus[0]["layer.0.weight"])
+
+
+def test_exactly_k_entries_are_kept_where_magnitudes_are_equal() -> None:
+    signs = torch.Generator().manual_seed(0)
+    tau = TaskVector({"w": torch.where(torch.rand(7, 9, generator=signs) > 0.5, 1.0, -1.0)})
+    assert int((merge([tau], "ties", density=0.3)["w"] != 0).sum()) == 63
+    kept = merge([tau], "ties", density=0.3, exact=True)["w"]
+    assert torch.equal(kept.flatten() != 0, torch.arange(63) < 18)  # the first in the file
+    middle = merge([tau], "breadcrumbs", density=0.3, gamma=0.1, exact=True)["w"]
+    assert torch.equal(middle.flatten() != 0, (torch.arange(63) >= 6) & (torch.arange(63) < 24))

@@ -18,7 +18,7 @@ from gradfix.checkpoints.hashes import file_hashes
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.safetensors_file import TensorInfo
 from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
-from gradfix.checkpoints.weights import Checkpoint, SafetensorsCheckpoint
+from gradfix.checkpoints.weights import Checkpoint
 from gradfix.checkpoints.write import refuse_inside, staged_folder, write_manifest
 from gradfix.errors import UnsafeResult
 
@@ -56,8 +56,9 @@ def layout_of(target: Checkpoint, added: Sequence[str], info: Callable[[str], Te
     """Output files and their tensors: the target's own shards, or new ones when it is no safetensors folder.
 
     Tensors that are `added` to the target's stand at the end."""
-    if isinstance(target, SafetensorsCheckpoint):
-        layout = {_weight_name(shard.path, len(target.shards)): shard.names_in_file_order() for shard in target.shards}
+    own = target.layout()
+    if own is not None:
+        layout = {_weight_name(file, len(own)): names for file, names in own.items()}
         last = list(layout)[-1]
         layout[last] = [*layout[last], *added]
         return layout
@@ -84,10 +85,10 @@ def write_index(staging: Path, layout: Mapping[str, list[str]], total: int, *, a
         (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _weight_name(path: Path, shards: int) -> str:
+def _weight_name(file: str, shards: int) -> str:
     """Loaders look for model.safetensors; a lone file under another name is renamed to it."""
     known = ("model.safetensors", "open_clip_model.safetensors")
-    return path.name if shards > 1 or path.name in known else "model.safetensors"
+    return file if shards > 1 or file in known else "model.safetensors"
 
 
 def copy_side_files(target: Checkpoint, staging: Path) -> None:

@@ -47,9 +47,10 @@ class ContentHash:
 
 
 class FileHash:
-    """A file's hash, collected from ranges that happen to be read in order.
+    """A file's hash, collected from ranges while they are read.
 
-    Ranges read out of order are not an error: `text` then reads the file itself."""
+    What a range skips is read here, what came too late has been, and `text` reads what nobody asked for: every byte is
+    hashed once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,14 +58,26 @@ class FileHash:
         self._next = 0
 
     def update(self, offset: int, data: memoryview | bytes) -> None:
+        if offset > self._next:
+            self._catch_up(offset)
         if offset == self._next:
             self._content.update(data)
             self._next += len(data)
 
     def text(self) -> str:
-        if self._next == self.path.stat().st_size:
-            return self._content.text()
-        return hash_file(self.path)
+        self._catch_up(self.path.stat().st_size)
+        return self._content.text()
+
+    def _catch_up(self, end: int) -> None:
+        """Read and hash what lies before `end`."""
+        if self._next >= end:
+            return
+        block = memoryview(bytearray(min(BLOCK_BYTES, end - self._next)))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self._next)
+            while self._next < end and (count := file.readinto(block[: end - self._next])):
+                self._content.update(block[:count])
+                self._next += count
 
 
 class OrderedHash:

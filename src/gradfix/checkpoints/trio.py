@@ -50,6 +50,7 @@ class Fate(Enum):
     NO_VOTES = ("copied", "no votes")
     ALPHA_ZERO = ("copied", "alpha is 0")
     ANOTHER_SHAPE = ("copied", "the bases have other shapes")
+    TAKEN = ("copied", "taken as it is from {of}")
 
     @property
     def kind(self) -> str:

@@ -55,6 +55,10 @@ class Checkpoint(ABC):
         """By what an interrupted run recognises its inputs again, as JSON; None where it cannot."""
         return None
 
+    def layout(self) -> dict[str, list[str]] | None:
+        """The safetensors files that hold the tensors, and the tensors of each in order; None where there are none."""
+        return None
+
     @property
     def files(self) -> list[Path]:
         return []
@@ -127,6 +131,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def identity(self) -> Any:
         return [file_identity(path) for path in self.files]
+
+    def layout(self) -> dict[str, list[str]] | None:
+        return {shard.path.name: shard.names_in_file_order() for shard in self.shards}
 
     @property
     def files(self) -> list[Path]:

@@ -208,6 +208,16 @@ def _merge(config: configs.MergeConfigOptions, out: Printer) -> None:
     out.notes(result.get("notes", []))
 
 
+def _extract(config: configs.ExtractConfig, out: Printer) -> None:
+    from gradfix.commands.extract import run_extract
+
+    with out.stages() as stage:
+        result = run_extract(config, stage)
+    out.json(result)
+    out.say(result["summary"])
+    out.notes(result["notes"])
+
+
 def _reproduce(config: configs.ReproduceConfig, out: Printer) -> None:
     from gradfix.experiments import plan_reproduce
 
@@ -270,6 +280,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any, Printer], None]]] = {
     "vote": (configs.VoteConfig, _vote),
     "plan": (configs.PlanConfig, _plan),
     "merge": (configs.MergeConfigOptions, _merge),
+    "extract": (configs.ExtractConfig, _extract),
     "inspect": (configs.InspectConfig, _inspect),
     "verify": (configs.VerifyConfig, _verify),
     "finetune": (configs.FinetuneConfig, _finetune),

@@ -262,9 +262,26 @@ class MergeConfigOptions:
 
     config: str | None = option("Merge recipe (YAML).", positional=True)
     out: str | None = option("Folder to write.")
-    from_mergekit: str | None = option("Read a mergekit YAML file instead.")
-    target: str | None = option("Target model, where the recipe does not name one.")
+    from_mergekit: str | None = option("Run a mergekit YAML file instead, as it is.")
+    target: str | None = option(
+        "Target model, where the recipe does not name one; mergekit files: their base by default."
+    )
     overwrite: bool = option("Replace a non-empty output folder.", False)
+    force: bool = option("Go on where a check would refuse.", False)
+    dry_run: bool = option(DRY_RUN, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractConfig:
+    """Make a LoRA adapter of a full fine-tune, for its own base."""
+
+    base: str = option("The base model the adapter is for.", required=True)
+    tuned: str = option("The fine-tune of it.", required=True)
+    out: str = option("Folder to write.", required=True)
+    rank: int = option("Rank of the adapter.", 16, least=1)
+    keep_small: bool = option("Carry norms and biases in full, which no adapter can factor.", False)
+    overwrite: bool = option("Replace a non-empty output folder.", False)
+    force: bool = option("Go on where a check would refuse.", False)
     dry_run: bool = option(DRY_RUN, False)
 
 

@@ -48,6 +48,9 @@ RECIPE = {  # the keys of a merge recipe, in the order of the file
     **{name: _SHARED[name] for name in ("shots", "select", "allow_fewer", "engine", "batch_size", "seed")},
     "head": option("A head only the fine-tunes have: error, copy or skip."),
     "dtype": option("Dtype of the written weights; the target's own by default."),
+    "coordinates": option(
+        "How vectors of another shape are rewritten for the target.", choices="gradfix.align.coordinates:OUTSIDES"
+    ),
     "device": _SHARED["device"],
     "force": _SHARED["force"],
 }

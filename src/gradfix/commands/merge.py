@@ -16,14 +16,17 @@ from torch import nn
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.trio import Trio
+from gradfix.checkpoints.weights import MemoryCheckpoint
 from gradfix.checkpoints.write import refuse_occupied, torch_dtype
+from gradfix.commands.across import as_vector, rewritten
 from gradfix.commands.configs import MergeConfigOptions, ShotOptions
 from gradfix.commands.guard import guard_outputs
+from gradfix.commands.mergekit import run_mergekit
 from gradfix.commands.setting import Shots, device_of, draw, setting
 from gradfix.commands.vote import on_disk
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
-from gradfix.merging.recipes import Imported, MergeRecipe, VectorRecipe, from_mergekit, load_recipe
+from gradfix.merging.recipes import MergeRecipe, VectorRecipe, load_recipe
 from gradfix.methods.opening import fill, open_target, refuse_itself, rounds, unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
@@ -80,20 +83,14 @@ class MergeResult:
 
 def run_merge_command(options: MergeConfigOptions, stage: Stage = lambda _: None) -> dict[str, Any]:
     """The recipe named on the command line, completed by its options, merged."""
-    recipe, notes = read_recipe(options)
-    guard_outputs(recipe, parts=[options])
-    result = run_merge(recipe, overwrite=options.overwrite, dry_run=options.dry_run, stage=stage)
-    merged = result.as_json()
-    return {**merged, "notes": [*notes, *merged["notes"]]}
-
-
-def read_recipe(options: MergeConfigOptions) -> tuple[MergeRecipe, tuple[str, ...]]:
     if (options.config is None) == (options.from_mergekit is None):
         raise UsageError("give one recipe: a YAML file of ours, or --from-mergekit FILE.")
-    if options.config is not None:
-        return load_recipe(options.config, target=options.target, out=options.out), ()
-    imported: Imported = from_mergekit(str(options.from_mergekit))
-    return imported.complete(target=options.target, out=options.out), imported.notes
+    if options.from_mergekit is not None:
+        return run_mergekit(options, stage)
+    forced = True if options.force else None
+    recipe = load_recipe(str(options.config), target=options.target, out=options.out, force=forced)
+    guard_outputs(recipe, parts=[options])
+    return run_merge(recipe, overwrite=options.overwrite, dry_run=options.dry_run, stage=stage).as_json()
 
 
 def run_merge(
@@ -127,6 +124,7 @@ class _Run:
     def run(self) -> MergeResult:
         self.trios = [self._trio(vector) for vector in self.recipe.vectors]
         self.tasks = self._timed("reading examples", self._open_tasks)
+        self.across = self._timed("matching units", self._rewrite)
         if self.order != "plain":
             self._timed("votes", self._vote)
         settings = self._settings()
@@ -157,9 +155,31 @@ class _Run:
 
     def _trio(self, vector: VectorRecipe) -> Trio:
         """What does not go together is said before anything is computed."""
-        trio = Trio.open(vector.base, vector.tuned, self.recipe.target, head=self.recipe.head)
+        trio = Trio.open(vector.base, vector.tuned, self.recipe.target, head=self.recipe.head, across=True)
+        if trio.apart is not None and vector.data is None:
+            raise IncompatibleCheckpoints(
+                f"{trio.target} has another shape than {trio.base}: {trio.apart}. Give this vector `data` and a task: its "
+                "units are matched on examples that both bases read."
+            )
         self.notes += refuse_itself(trio, force=True)
         return trio
+
+    def _rewrite(self) -> dict[int, tuple[MemoryCheckpoint, dict[str, Any]]]:
+        """Vectors of another shape in the target's names and shapes, by their number."""
+        found = {}
+        for number, (vector, trio) in enumerate(zip(self.recipe.vectors, self.trios, strict=True)):
+            if trio.apart is not None:
+                task, start = self.tasks[_task_key(vector)], setting(self._shot_options(vector))
+                how = self.recipe.coordinates
+                found[number] = rewritten(trio, start.task, task.bound, task.shots, how, self.recipe.seed)
+                self.notes.append(f"{vector.tuned} has another shape ({trio.apart}): rewritten by {how}")
+        return found
+
+    def _vector(self, number: int, vector: VectorRecipe) -> Vector:
+        votes = self._votes_of(vector)
+        if number in self.across:
+            return as_vector(self.across[number][0], votes, vector.weight)
+        return Vector(vector.base, vector.tuned, votes, vector.weight)
 
     def _open_tasks(self) -> dict[tuple[Any, ...], _TaskOnTarget]:
         """Each distinct task once, however many vectors serve it."""
@@ -206,7 +226,7 @@ class _Run:
 
     def _settings(self) -> dict[str, Any]:
         recipe = self.recipe
-        vectors = [Vector(v.base, v.tuned, self._votes_of(v), v.weight) for v in recipe.vectors]
+        vectors = [self._vector(number, vector) for number, vector in enumerate(recipe.vectors)]
         return {
             "target": recipe.target, "vectors": vectors, "method": recipe.method, "order": self.order,
             "mask": recipe.mask, "density": recipe.densities(), "margin": recipe.margin, "seed": recipe.seed,
@@ -266,12 +286,14 @@ class _Run:
     def _write(
         self, settings: dict[str, Any], out: Path, alpha: float, scores: dict[str, dict[str, Any]]
     ) -> StreamReport:
-        details = {"recipe": self.recipe.model_dump(mode="json"), "tasks": scores}
+        details: dict[str, Any] = {"recipe": self.recipe.model_dump(mode="json"), "tasks": scores}
+        if self.across:
+            details["across"] = [facts for _, facts in self.across.values()]
         written = Meter(open_checkpoint(self.recipe.target).nbytes, self.stage)
         return merge_checkpoints(
             **settings, out=out, alpha=alpha, dtype=self.recipe.dtype, overwrite=self.overwrite,
             force=self.recipe.force, details=details, extras=self._extras(scores),
-            progress=written, counting=self._counting(),
+            progress=written, counting=self._counting(), notes=tuple(dict.fromkeys(self.notes)),
         )  # fmt: skip
 
     def _counting(self) -> Meter:

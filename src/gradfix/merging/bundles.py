@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradfix.checkpoints.weights import CHUNK
 from gradfix.errors import UsageError
-from gradfix.registry import unknown
+from gradfix.registry import Registry, unknown
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Bundle(ABC):
     count: int
     shapes: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
+    notes: list[str]  # what a planner found that a reader of the result should know
 
     @abstractmethod
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
@@ -66,10 +67,12 @@ DENSITY = (0.2,)  # for every vector
 
 @dataclass(frozen=True)
 class Merge:
-    """A planner and what it must be shown: pieces of any cut, or whole rows (outputs) of a weight matrix."""
+    """A planner and what it must be shown: pieces of any cut, whole rows (outputs) of a weight matrix, or whole
+    tensors."""
 
     plan: Callable[..., Rule]
     whole_rows: bool = False
+    whole_tensors: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,6 +81,8 @@ class Merge:
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def piece_size(self, shape: tuple[int, ...]) -> int:
+        if self.whole_tensors:
+            return max(math.prod(shape), 1)
         if not self.whole_rows:
             return CHUNK
         row = row_length(shape)
@@ -98,6 +103,21 @@ class Merge:
         if "density" in known:
             given["density"] = _per_vector(given.get("density", known["density"]), bundle.count)
         return self.plan(bundle, **given)
+
+
+MERGES: Registry[Merge] = Registry("merge")
+
+
+def merge_method(
+    name: str, whole_rows: bool = False, whole_tensors: bool = False
+) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
+    """Register a planner: `@merge_method("mean")` over a function of (bundle, *, its options)."""
+
+    def add(plan: Callable[..., Rule]) -> Callable[..., Rule]:
+        MERGES.register(name)(Merge(plan, whole_rows, whole_tensors))
+        return plan
+
+    return add
 
 
 def _no_option(name: str) -> str:

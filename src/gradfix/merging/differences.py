@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradfix.checkpoints.hashes import InputHashes
-from gradfix.checkpoints.trio import Fates, Trio
+from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.weights import CHUNK, Checkpoint
 from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.merging.bundles import Bundle, Merge, PiecePlace, Rule
@@ -30,7 +30,7 @@ from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import MAX_NORM_RATIO, not_a_fine_tune
 from gradfix.vectors.transported import mask_piece, share
 
-MIXED_UP = "Check the base and tuned of this vector; force goes on all the same."
+MIXED_UP = "Check the base and tuned of this vector; --force (or `force: true` in the recipe) goes on all the same."
 SPAN = 2  # pieces of every file read at a time
 
 T = TypeVar("T")
@@ -70,22 +70,47 @@ class OpenVector:
         if count.kept < LEAST_KEPT * count.nonzero and not force:
             raise UnsafeResult(
                 f"the mask keeps {count.kept / count.nonzero:.2%} of {self.tuned}: nothing to speak of is left. "
-                "More examples or the veto mask may help; force goes on all the same."
+                "More examples or the veto mask may help; --force (or `force: true` in the recipe) goes on all the same."
             )
         kept = share(count.kept, count.nonzero)
         return {"tuned": str(self.tuned), "kept": kept, "norm_ratio": ratio, **self.trio.vocabulary}
 
 
-class Differences(Bundle):
-    """The vectors as differences read from files, masked by their ballots where they have one."""
+class Input(Protocol):
+    """A fine-tune and its base; without a base the weights themselves are merged."""
 
-    def __init__(self, vectors: list[OpenVector], fates: Fates, counting: Callable[[int], None] | None = None) -> None:
-        self.vectors, self.pool, self.counting = vectors, PieceWorkers(), counting
-        self.count = len(vectors)
-        tied = fates.tied
-        names = [name for name in fates.moved if name not in tied]
-        self.shapes = {name: vectors[0].base.info(name).shape for name in names}
-        kinds = {c.info(n).dtype for vector in vectors for c in (vector.base, vector.tuned) for n in names}
+    @property
+    def base(self) -> Checkpoint | None: ...
+
+    @property
+    def tuned(self) -> Checkpoint: ...
+
+    ballot: Ballot | None
+
+
+def files_of(vectors: Sequence[Input]) -> dict[int, Checkpoint]:
+    """Every distinct checkpoint of the vectors, by its id."""
+    return {id(c): c for vector in vectors for c in (vector.base, vector.tuned) if c is not None}
+
+
+class Differences(Bundle):
+    """The vectors as differences read from files, masked by their ballots where they have one.
+
+    `rounded` is the dtype that the files are rounded to before anything else."""
+
+    def __init__(
+        self,
+        vectors: Sequence[Input],
+        names: Sequence[str],
+        counting: Callable[[int], None] | None = None,
+        pool: PieceWorkers | None = None,
+        rounded: torch.dtype | None = None,
+    ) -> None:
+        self.vectors, self.counting, self.rounded = vectors, counting, rounded
+        self.pool = pool or PieceWorkers()
+        self.count, self.notes = len(vectors), []
+        self.shapes = {name: vectors[0].tuned.info(name).shape for name in names}
+        kinds = {c.info(n).dtype for c in files_of(vectors).values() for n in names}
         self.dtype = torch.float64 if torch.float64 in kinds else torch.float32
 
     def pieces(self, name: str, size: int) -> Iterator[list[Tensor]]:
@@ -114,7 +139,7 @@ class Differences(Bundle):
 
     def raw(self, name: str, size: int, read: Callable[[Checkpoint], Iterator[Tensor]]) -> Iterator[Raw]:
         """Every distinct file once, and what each mask is shown."""
-        sources = {id(c): c for vector in self.vectors for c in (vector.base, vector.tuned)}
+        sources = files_of(self.vectors)
         entries = math.prod(self.shapes[name])
         ballots = [
             v.ballot.pieces(name, entries, size) if v.ballot and v.ballot.has(name) else None for v in self.vectors
@@ -125,24 +150,33 @@ class Differences(Bundle):
 
     def widened(self, raw: Raw, room: Buffers | None = None) -> dict[int, Tensor]:
         """Every file's stretch in float32 or better; in `room` it holds until the next call in this thread."""
-        kinds = {key: torch.promote_types(piece.dtype, torch.float32) for key, piece in raw.pieces.items()}
+        pieces = raw.pieces
+        if self.rounded is not None:
+            pieces = {key: piece.to(self.rounded) for key, piece in pieces.items()}
+        kinds = {key: torch.promote_types(piece.dtype, torch.float32) for key, piece in pieces.items()}
         if room is None:
-            return {key: piece.to(kinds[key]) for key, piece in raw.pieces.items()}
-        return {key: room.wide(str(key), piece, kinds[key]) for key, piece in raw.pieces.items()}
+            return {key: piece.to(kinds[key]) for key, piece in pieces.items()}
+        return {key: room.wide(str(key), piece, kinds[key]) for key, piece in pieces.items()}
 
     def deltas(self, wide: Mapping[int, Tensor], room: Buffers | None = None) -> list[Tensor]:
-        """Per vector the difference of its two files."""
-        pairs = [(wide[id(vector.tuned)], wide[id(vector.base)]) for vector in self.vectors]
-        if room is None or self.dtype is torch.float64:
-            return [tuned - base for tuned, base in pairs]
-        rooms = [room.empty(f"delta {i}", len(base), self.dtype) for i, (_, base) in enumerate(pairs)]
-        return [torch.sub(*pair, out=own) for pair, own in zip(pairs, rooms, strict=True)]
+        """Per vector the difference of its two files, or its only file."""
+        deltas = []
+        for number, vector in enumerate(self.vectors):
+            tuned = wide[id(vector.tuned)]
+            if vector.base is None:
+                deltas.append(tuned)
+            elif room is None or self.dtype is torch.float64:
+                deltas.append(tuned - wide[id(vector.base)])
+            else:
+                own = room.empty(f"delta {number}", len(tuned), self.dtype)
+                deltas.append(torch.sub(tuned, wide[id(vector.base)], out=own))
+        return deltas
 
     def all_shown(self, raw: Raw, deltas: list[Tensor]) -> list[Tensor]:
         """What the masks leave of the differences."""
         return [self._shown(*parts) for parts in zip(self.vectors, deltas, raw.seen, strict=True)]
 
-    def _shown(self, vector: OpenVector, delta: Tensor, seen: Tensor | None) -> Tensor:
+    def _shown(self, vector: Input, delta: Tensor, seen: Tensor | None) -> Tensor:
         if vector.ballot is None:
             return delta.to(self.dtype)
         if seen is None:
@@ -174,8 +208,13 @@ class Combined(Update):
         self.bundle, self.method, self.rule, self.hashes = bundle, method, rule, hashes
         self.settings = settings  # what the rule was made with
         self.room = Buffers()
-        self.cheap = "density" not in method.options  # to trim or to draw is more work than to add
+        # To trim, to draw or to decompose is more work than to add.
+        self.cheap = "density" not in method.options and not method.whole_tensors
         self._counts: dict[str, list[Counts]] = {}
+
+    def planned(self, name: str) -> tuple[Differences, Rule]:
+        """The bundle a tensor is read from and the rule for its pieces."""
+        return self.bundle, self.rule
 
     def piece_size(self, name: str) -> int:
         return SPAN * self.rule_size(name)
@@ -185,14 +224,14 @@ class Combined(Update):
         return self.method.piece_size(self.bundle.shapes[name])
 
     def pieces(self, name: str) -> Iterator[Piece]:
-        size = self.piece_size(name)
-        walk = self.bundle.raw(name, size, lambda source: self.hashes.chunks(source, name, size))
+        size, (bundle, rule) = self.piece_size(name), self.planned(name)
+        walk = bundle.raw(name, size, lambda source: self.hashes.chunks(source, name, size))
         for number, raw in enumerate(walk):
-            yield _Combination(self, name, number * SPAN, raw)
+            yield _Combination(self, bundle, rule, name, number * SPAN, raw)
 
     def computed(self, name: str, piece: Piece) -> None:
         assert isinstance(piece, _Combination)
-        counts = self._counts.setdefault(name, [Counts() for _ in self.bundle.vectors])
+        counts = self._counts.setdefault(name, [Counts() for _ in piece.counts])
         for whole, part in zip(counts, piece.counts, strict=True):
             whole.add(part)
 
@@ -207,13 +246,14 @@ class Combined(Update):
         return total(counts[vector] for counts in self._counts.values())
 
     def identity(self) -> Any:
-        parts = [vector.identity() for vector in self.bundle.vectors]
+        parts = [vector.identity() for vector in self.bundle.vectors if isinstance(vector, OpenVector)]
         return None if None in parts else [self.settings, parts]
 
     def judge(self, whole: Counts, target: Checkpoint, force: bool) -> dict[str, Any]:
         judged = [
             vector.judge(self.count(number), target, self.hashes, force)
             for number, vector in enumerate(self.bundle.vectors)
+            if isinstance(vector, OpenVector)
         ]
         return {**super().judge(whole, target, force), "vectors": judged}
 
@@ -223,33 +263,49 @@ class Combined(Update):
         return torch.cat([torch.empty(0, dtype=self.bundle.dtype), *blocks]).view(self.bundle.shapes[name])
 
 
+def origin(vector: Input) -> Checkpoint:
+    """What a vector's size is measured against."""
+    return vector.tuned if vector.base is None else vector.base
+
+
+def changed(deltas: list[Tensor]) -> int:
+    """The entries that at least one of the vectors changes."""
+    anywhere = deltas[0] != 0
+    for delta in deltas[1:]:
+        anywhere |= delta != 0
+    return int(anywhere.count_nonzero())
+
+
 class _Combination(Piece):
     """The same stretch of all files, shown to the rule in parts."""
 
-    def __init__(self, owner: Combined, name: str, index: int, raw: Raw) -> None:
-        self.owner, self.name, self.index, self.raw = owner, name, index, raw
-        self.counts = [Counts() for _ in owner.bundle.vectors]
+    def __init__(self, owner: Combined, bundle: Differences, rule: Rule, name: str, index: int, raw: Raw) -> None:
+        self.owner, self.bundle, self.rule = owner, bundle, rule
+        self.name, self.index, self.raw = name, index, raw
+        self.counts = [Counts() for _ in bundle.vectors]
 
     def blocks(self) -> Iterator[Tensor]:
-        shape = self.owner.bundle.shapes[self.name]
+        shape = self.bundle.shapes[self.name]
         for index, part in enumerate(self.raw.parts(self.owner.rule_size(self.name)), self.index):
-            yield self.owner.rule(PiecePlace(self.name, shape, index), self._shown(part))
+            yield self.rule(PiecePlace(self.name, shape, index), self._shown(part))
 
     def _shown(self, part: Raw) -> list[Tensor]:
         """What the masks leave of the vectors, counted."""
-        bundle, room = self.owner.bundle, self.owner.room
+        bundle, room = self.bundle, self.owner.room
         wide = bundle.widened(part, room)
-        bases = {id(vector.base): wide[id(vector.base)] for vector in bundle.vectors}
+        bases = {id(origin(vector)): wide[id(origin(vector))] for vector in bundle.vectors}
         squares = {key: float(torch.dot(base, base)) for key, base in bases.items()}
         deltas = bundle.deltas(wide, room)
         shown = bundle.all_shown(part, deltas)
         for place, vector in enumerate(bundle.vectors):
             counted = self._counted(vector, part, deltas[place], shown[place])
-            counted.base_square = squares[id(vector.base)]
+            counted.base_square = squares[id(origin(vector))]
             self.counts[place].add(counted)
+        self.base_square += sum(squares.values()) / len(squares)
+        self.present += changed(deltas)
         return shown
 
-    def _counted(self, vector: OpenVector, part: Raw, delta: Tensor, left: Tensor) -> Counts:
+    def _counted(self, vector: Input, part: Raw, delta: Tensor, left: Tensor) -> Counts:
         square = float(torch.dot(delta, delta))
         if not math.isfinite(square):
             self._blame(vector, part)
@@ -259,8 +315,8 @@ class _Combination(Piece):
         nonzero = delta.numel() if square > 0 else nonzeros(delta)
         return Counts(nonzero, nonzero, tau_square=square)
 
-    def _blame(self, vector: OpenVector, part: Raw) -> None:
-        for checkpoint in (vector.base, vector.tuned):
+    def _blame(self, vector: Input, part: Raw) -> None:
+        for checkpoint in files_of([vector]).values():
             if not all_finite(part.pieces[id(checkpoint)]):
                 raise CorruptInput(f"tensor {self.name!r} of {checkpoint} holds NaN or Inf. Repair or re-export it.")
 

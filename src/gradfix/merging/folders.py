@@ -58,6 +58,7 @@ class _How:
     seed: int | None = None
     head: str = "error"
     leave: Collection[str] = ()
+    notes: Sequence[str] = ()
     counting: Callable[[int], None] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,7 +67,9 @@ class _How:
         cls, method: str, order: str, mask: str, density: Density | None, options: Mapping[str, Any]
     ) -> _How:
         """Some options are the merge's, the rest the method's, who knows their names."""
-        own = {name: options[name] for name in ("margin", "seed", "head", "leave", "counting") if name in options}
+        own = {
+            name: options[name] for name in ("margin", "seed", "head", "leave", "notes", "counting") if name in options
+        }
         rest = {name: value for name, value in options.items() if name not in own}
         return cls(method, order, mask, density, **own, options=rest)
 
@@ -88,7 +91,8 @@ def merge_checkpoints(
 
     `order` says where the votes come in: "plain" (nowhere), "mask_then_merge" (each vector by its own) or
     "merge_then_mask" (the merged one by the tasks' consensus). Sources that share one task share its votes:
-    give every vector the same. Further options: `margin`, `seed`, `head` ("error", "copy" or "skip") and `leave`; `dtype`,
+    give every vector the same. Further options: `margin`, `seed`, `head` ("error", "copy" or "skip"), `leave` and `notes` for
+    the manifest; `dtype`,
     `overwrite`, `force`, `details`, `extras` and `progress` of the output, as in `transport_checkpoint`; `counting`
     hears the bytes read for the method's statistics before anything is written; all others are the method's own.
     Equals `gradfix.merging.memory` bit for bit. An interrupted merge goes on after its last whole tensor."""
@@ -148,7 +152,8 @@ class _MergeJob:
         self.heads = self._heads()
         self.fates = self._common_fates()
         self.hashes = InputHashes(list(self.inputs.values()))
-        self.bundle = Differences(self.vectors, self.fates, how.counting)
+        names = [name for name in self.fates.moved if name not in self.fates.tied]
+        self.bundle = Differences(self.vectors, names, how.counting)
         if how.order == "mask_then_merge":
             for number, vector in enumerate(self.vectors):
                 own = None if how.seed is None else mask_seed(how.seed, number)
@@ -174,7 +179,7 @@ class _MergeJob:
     def notes(self) -> tuple[str, ...]:
         others = [checkpoint for checkpoint in self.inputs.values() if checkpoint is not self.target]
         notes = dict.fromkeys(note for checkpoint in others for note in checkpoint.notes)
-        return (*notes, *self.target.notes)
+        return tuple(dict.fromkeys([*self.how.notes, *self.bundle.notes, *notes, *self.target.notes]))
 
     def _check_names(self) -> None:
         """What one vector moves the others move as well, or have as a head of their own or dropped with their base's."""

@@ -71,7 +71,7 @@ class _InMemory(Bundle):
         if not vectors:
             raise UsageError("there is nothing to merge: give at least one task vector.")
         self.vectors = list(vectors)
-        self.count = len(self.vectors)
+        self.count, self.notes = len(self.vectors), []
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.vectors[0].items()}
         wide = any(tensor.dtype is torch.float64 for vector in self.vectors for tensor in vector.values())
         self.dtype = torch.float64 if wide else torch.float32

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,9 +20,18 @@ BINS = 1 << DIGIT
 Measure = Callable[[Sequence[Tensor]], None]
 
 
+@dataclass(frozen=True)
+class Level:
+    """The magnitude at a rank, how many entries are larger, and how many have this very magnitude."""
+
+    magnitude: float
+    above: int
+    equal: int
+
+
 def magnitudes_at(
     measured: Callable[[Measure], Iterator[None]], ranks: Sequence[Sequence[int]], dtype: torch.dtype
-) -> list[list[float]]:
+) -> list[list[Level]]:
     """Per vector, the magnitudes at the given ranks; rank 1 is the largest.
 
     `measured(f)` calls f with the vectors side by side in flat pieces of `dtype`, the same every time and in any
@@ -39,7 +49,7 @@ def magnitudes_at(
         for vector, wanted in enumerate(searches):
             for search in wanted:
                 search.descend(counts[vector, search.prefix])
-    return [[_magnitude(search.prefix, dtype) for search in wanted] for wanted in searches]
+    return [[search.level(dtype) for search in wanted] for wanted in searches]
 
 
 class _Counting:
@@ -64,14 +74,17 @@ class _Search:
     """A rank on its way down the digits: the bits found so far, and the rank among entries with these bits."""
 
     def __init__(self, rank: int) -> None:
-        self.prefix, self.rank = 0, rank
+        self.prefix, self.rank, self.above, self.equal = 0, rank, 0, 0
 
     def descend(self, histogram: Tensor) -> None:
         from_top = histogram.flip(0).cumsum(0)
         place = int(torch.searchsorted(from_top, self.rank))
-        if place:
-            self.rank -= int(from_top[place - 1])
+        larger = int(from_top[place - 1]) if place else 0
+        self.rank, self.above, self.equal = self.rank - larger, self.above + larger, int(from_top[place]) - larger
         self.prefix = (self.prefix << DIGIT) | (BINS - 1 - place)
+
+    def level(self, dtype: torch.dtype) -> Level:
+        return Level(_magnitude(self.prefix, dtype), self.above, self.equal)
 
 
 def _pattern(piece: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,43 +1,32 @@
-"""The merges: how several task vectors become one, each to its own paper's definition.
+"""The merges that add entries up: how several task vectors become one, each to its own paper's definition.
 
 The keyword arguments of a planner are the options users may set. tau_t is the t-th task vector, w_t its
-weight; `density` is the share of entries a method keeps."""
+weight; `density` is the share of entries a method keeps. Merges on spheres and of spectra stand beside this file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gradfix.errors import UnsafeResult, UsageError
-from gradfix.merging.bundles import DENSITY, Bundle, Merge, PiecePlace, Rule, row_length
+from gradfix.errors import UsageError
+from gradfix.merging import spectra, spheres
+from gradfix.merging.bundles import DENSITY, MERGES, Bundle, PiecePlace, Rule, merge_method, row_length
 from gradfix.merging.ranks import magnitudes_at
-from gradfix.registry import Registry, unknown
-from gradfix.vectors.transported import chance
+from gradfix.merging.shares import Cuts, Election, combination, ranks_in_rows, summed, uniform
+from gradfix.registry import unknown
 
-PARALLEL = 0.9995  # beyond this cosine an arc and a straight line are the same in float32
+__all__ = ["MERGES", "merge_method", "spectra", "spheres"]
 
-
-MERGES: Registry[Merge] = Registry("merge")
-
-
-def merge_method(name: str, whole_rows: bool = False) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
-    """Register a planner: `@merge_method("mean")` over a function of (bundle, *, its options)."""
-
-    def add(plan: Callable[..., Rule]) -> Callable[..., Rule]:
-        MERGES.register(name)(Merge(plan, whole_rows))
-        return plan
-
-    return add
+LEAST_SHARE = 1e-6
 
 
 @merge_method("task_arithmetic")
 def task_arithmetic(bundle: Bundle, *, weights: list[float]) -> Rule:
     """sum_t w_t tau_t (Ilharco et al. 2023)."""
-    return lambda place, pieces: _sum(_scaled(pieces, weights))
+    return lambda place, pieces: combination(pieces, weights)
 
 
 @merge_method("mean")
@@ -46,7 +35,7 @@ def mean(bundle: Bundle, *, weights: list[float]) -> Rule:
     total = sum(weights)
     if total == 0:
         raise UsageError("the weights of a mean must not sum to 0.")
-    return lambda place, pieces: _sum(_scaled(pieces, weights)) / total
+    return lambda place, pieces: combination(pieces, weights) / total
 
 
 @merge_method("ties")
@@ -58,22 +47,22 @@ def ties(
     per_tensor: bool = False,
     election: str = "mass",
     normalize: bool = True,
+    exact: bool = False,
 ) -> Rule:
     """Trim, elect, disjoint mean (Yadav et al. 2023).
 
     Trim: of each whole vector keep the max(1, floor(density n)) largest magnitudes, and what equals the
-    smallest of them (`per_tensor`: of each tensor). Elect: gamma = sign(sum_t w_t tau_t) (`election="count"`:
+    smallest of them (`exact`: no more than that many; `per_tensor`: of each tensor). Elect: gamma = sign(sum_t w_t tau_t) (`election="count"`:
     the sign of most vectors, by weight); where the sides balance nothing is kept. Merge: over the vectors
     with sign gamma, sum w_t tau_t / sum |w_t| (`normalize=False`: the sum alone)."""
-    _check_election(election)
+    elected = _election(election, normalize)
     if all(share == 1 for share in density):
-        return lambda place, pieces: _elected(pieces, weights, election, normalize)
-    floors = _levels(bundle, per_tensor, lambda vector, entries: [_kept(density, vector, entries)])
+        return lambda place, pieces: elected.of(pieces, weights)
+    cuts = Cuts(bundle, per_tensor, lambda vector, entries: [_kept(density, vector, entries)], exact)
+    cuts.tell(density)
 
     def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
-        levels = floors(place.name)
-        trimmed = [_at_least(piece, floor) for piece, (floor,) in zip(pieces, levels, strict=True)]
-        return _elected(trimmed, weights, election, normalize)
+        return elected.of([cuts.kept(place, piece, vector) for vector, piece in enumerate(pieces)], weights)
 
     return rule
 
@@ -87,7 +76,7 @@ def dare_linear(
     Their drop rate is 1 - density. `rescale=False` leaves the survivors as they are."""
 
     def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
-        return _sum(_scaled(_dropped(place, pieces, density, seed, rescale), weights))
+        return combination(_dropped(place, pieces, density, seed, rescale), weights)
 
     return rule
 
@@ -104,11 +93,10 @@ def dare_ties(
     normalize: bool = True,
 ) -> Rule:
     """DARE's random drop and rescale in the place of TIES's trim, then TIES's election and disjoint mean."""
-    _check_election(election)
+    elected = _election(election, normalize)
 
     def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
-        dropped = _dropped(place, pieces, density, seed, rescale)
-        return _elected(dropped, weights, election, normalize)
+        return elected.of(_dropped(place, pieces, density, seed, rescale), weights)
 
     return rule
 
@@ -121,28 +109,57 @@ def breadcrumbs(
     density: Sequence[float] = DENSITY,
     gamma: float = 0.01,
     per_tensor: bool = True,
+    exact: bool = False,
 ) -> Rule:
     """sum_t w_t m_t tau_t; m_t drops both tails of the magnitudes (Davari and Belilovsky 2024).
 
     Of each tensor's n entries the floor(gamma n) largest are outliers, the next max(1, floor(density n)) are
-    kept (with what equals the first or the last of them), the rest is noise."""
-    if not 0 <= gamma < 1 or any(gamma + share > 1 for share in density):
-        raise UsageError(f"gamma must be at least 0, and gamma + density at most 1; got {gamma} and {density}.")
+    kept (with what equals the first or the last of them, unless `exact`), the rest is noise."""
+    window = MiddleRanks(bundle, density, gamma, per_tensor, exact)
+    return lambda place, pieces: combination(window.kept(place, pieces), weights)
 
-    def ends(vector: int, entries: int) -> list[int]:
-        outliers = int(gamma * entries)
-        return [outliers + 1, min(outliers + _kept(density, vector, entries), entries)]
 
-    bounds = _levels(bundle, per_tensor, ends)
+@merge_method("breadcrumbs_ties")
+def breadcrumbs_ties(
+    bundle: Bundle,
+    *,
+    weights: list[float],
+    density: Sequence[float] = DENSITY,
+    gamma: float = 0.01,
+    exact: bool = False,
+    election: str = "mass",
+    normalize: bool = True,
+) -> Rule:
+    """Breadcrumbs's two cuts in each tensor in the place of TIES's trim, then TIES's election and disjoint mean."""
+    elected, window = _election(election, normalize), MiddleRanks(bundle, density, gamma, True, exact)
+    return lambda place, pieces: elected.of(window.kept(place, pieces), weights)
 
-    def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
+
+class MiddleRanks:
+    """The middle of the magnitudes: between the outliers and the noise."""
+
+    def __init__(
+        self, bundle: Bundle, density: Sequence[float], gamma: float, per_tensor: bool, exact: bool = False
+    ) -> None:
+        if not 0 <= gamma < 1 or any(gamma + share > 1 for share in density):
+            raise UsageError(f"gamma must be at least 0, and gamma + density at most 1; got {gamma} and {density}.")
+
+        def ends(vector: int, entries: int) -> list[int]:
+            outliers = int(gamma * entries)
+            first = outliers if exact else outliers + 1
+            return [first, min(outliers + _kept(density, vector, entries), entries)]
+
+        self.cuts, self.exact = Cuts(bundle, per_tensor, ends, exact), exact
+
+    def kept(self, place: PiecePlace, pieces: list[Tensor]) -> list[Tensor]:
+        if self.exact:
+            within = self.cuts.within
+            return [p * (within(place, p, v, 1) & ~within(place, p, v, 0)) for v, p in enumerate(pieces)]
         kept = []
-        for piece, (top, floor) in zip(pieces, bounds(place.name), strict=True):
+        for piece, (top, floor) in zip(pieces, self.cuts.levels(place.name), strict=True):
             size = piece.abs()
-            kept.append(piece.masked_fill((size < floor) | (size > top), 0))
-        return _sum(_scaled(kept, weights))
-
-    return rule
+            kept.append(piece.masked_fill((size < floor.magnitude) | (size > top.magnitude), 0))
+        return kept
 
 
 @merge_method("della", whole_rows=True)
@@ -161,130 +178,101 @@ def della(
 
     In each row of n entries (the inputs of one output; a 1-D tensor is one row) the entry of rank r, 0 for the
     largest, is dropped with p_r = (1 - density) - epsilon/2 + epsilon r/n and otherwise divided by 1 - p_r."""
-    _check_election(election)
-    for share in density:
-        if not (epsilon >= 0 and epsilon / 2 < share <= 1 - epsilon / 2):
-            raise UsageError(
-                f"della's drop rates must lie in 0..1: density between epsilon/2 and 1 - epsilon/2, "
-                f"got density {share} and epsilon {epsilon}."
-            )
+    elected = _election(election, normalize)
+    _check_epsilon(density, epsilon)
+    return lambda place, pieces: elected.of(_pruned(place, pieces, density, epsilon, seed, rescale), weights)
+
+
+@merge_method("della_linear", whole_rows=True)
+def della_linear(
+    bundle: Bundle,
+    *,
+    weights: list[float],
+    density: Sequence[float] = DENSITY,
+    epsilon: float = 0.1,
+    seed: int,
+    rescale: bool = True,
+) -> Rule:
+    """sum_t w_t of the vectors as DELLA prunes them, without an election."""
+    _check_epsilon(density, epsilon)
+    return lambda place, pieces: combination(_pruned(place, pieces, density, epsilon, seed, rescale), weights)
+
+
+@merge_method("sce")
+def sce(bundle: Bundle, *, select: float = 1.0) -> Rule:
+    """Select, calculate, erase (FuseChat, Wan et al. 2024), tensor by tensor.
+
+    Select: of the entries in which the vectors differ, the share `select` with the largest variance across the
+    vectors. Calculate: w_t = ||tau_t||^2 / sum_s ||tau_s||^2 of what is selected. Erase: entries against the sign
+    of the summed vectors. What is left is averaged by w_t."""
+    if not 0 < select <= 1:
+        raise UsageError(f"select must lie above 0 and at most at 1, got {select}.")
+    return spread(bundle, select)
+
+
+def spread(bundle: Bundle, select: float, least: float = 0.0) -> Rule:
+    """SCE; vectors whose mean squares add up to no more than `least` weigh the same, and `select` 0 keeps nothing."""
+    chosen = {name: _Selection(bundle, name, select, least) for name in bundle.shapes if bundle.numel(name)}
 
     def rule(place: PiecePlace, pieces: list[Tensor]) -> Tensor:
-        length = row_length(place.shape)
-        pruned = []
-        for vector, (piece, share) in enumerate(zip(pieces, density, strict=True)):
-            ranks = _ranks_in_rows(piece.view(-1, length)).view(-1)
-            stay = share + epsilon / 2 - (epsilon / length) * ranks.to(piece.dtype)
-            kept = piece.masked_fill(_uniform(place, vector, piece, seed) >= stay, 0)
-            pruned.append(kept / stay if rescale else kept)
-        return _elected(pruned, weights, election, normalize)
+        here = chosen[place.name]
+        picked = here.of(pieces)
+        sign = torch.where(summed(picked) < 0, -1.0, 1.0).to(picked[0].dtype)
+        total, share = torch.zeros_like(sign), torch.zeros_like(sign)
+        for part, weight in zip(picked, here.weights, strict=True):
+            agreeing = part.sign() == sign
+            total += part * agreeing * weight
+            share += agreeing * weight
+        return total / share.clamp_min_(LEAST_SHARE)
 
     return rule
 
 
-@merge_method("slerp")
-def slerp(bundle: Bundle, *, t: float = 0.5) -> Rule:
-    """sin((1-t) w)/sin(w) tau_1 + sin(t w)/sin(w) tau_2, w the angle between the whole vectors.
+class _Selection:
+    """The entries of one tensor in which the vectors differ most, and how much each vector has in them."""
 
-    Two vectors only. Nearly parallel ones (or a zero one) are interpolated on the straight line; between
-    opposite ones no arc is defined, which is an error."""
-    if bundle.count != 2:
-        raise UsageError(f"slerp takes exactly two vectors, got {bundle.count}.")
-    if not 0 <= t <= 1:
-        raise UsageError(f"t must lie between 0 and 1, got {t}.")
-    gram = _gram(bundle)
-    cosine = _cosine(gram, 0, 1)
-    if cosine < -PARALLEL:
-        raise UnsafeResult(f"the two vectors point in opposite directions (cosine {cosine:.4f}): no arc joins them.")
-    weights = [1 - t, t]
-    if cosine <= PARALLEL and gram[0][0] > 0 and gram[1][1] > 0:
-        angle = math.acos(cosine)
-        weights = [math.sin(share * angle) / math.sin(angle) for share in weights]
-    return lambda place, pieces: _sum(_scaled(pieces, weights))
+    def __init__(self, bundle: Bundle, name: str, select: float, least: float) -> None:
+        self.floor = self._floor(bundle, name, select) if select < 1 else None
+        squares = [0.0] * bundle.count
+        for found in bundle.measured(self._squares, name):
+            squares = [whole + part for whole, part in zip(squares, found, strict=True)]
+        total = sum(squares)
+        alike = total <= least * bundle.numel(name)
+        self.weights = [1 / bundle.count if alike else square / total for square in squares]
 
+    @staticmethod
+    def _floor(bundle: Bundle, name: str, select: float) -> float:
+        differing = sum(bundle.measured(lambda pieces: int(_variance(pieces).count_nonzero()), name))
+        wanted = int(differing * select)
+        if wanted == 0:
+            return math.inf
+        ((level,),) = magnitudes_at(
+            lambda measure: bundle.measured(lambda pieces: measure([_variance(pieces)]), name), [[wanted]], bundle.dtype
+        )
+        return level.magnitude
 
-@merge_method("model_stock")
-def model_stock(bundle: Bundle) -> Rule:
-    """r mean(tau) with r = K c / (1 + (K - 1) c), per tensor (Jang et al. 2024).
+    def _squares(self, pieces: list[Tensor]) -> list[float]:
+        return [float(torch.dot(part, part)) for part in (part.double() for part in self.of(pieces))]
 
-    c is the mean cosine between the K vectors in that tensor; where they do not agree at all (c <= 0)
-    the tensor stays at its base."""
-    count = bundle.count
-    if count < 2:
-        raise UsageError("model_stock needs at least two vectors.")
-    ratios: dict[str, float] = {}
-    for name in bundle.shapes:
-        gram = _gram(bundle, name)
-        pairs = [_cosine(gram, i, j) for i in range(count) for j in range(i + 1, count)]
-        cosine = max(sum(pairs) / len(pairs), 0.0)
-        ratios[name] = count * cosine / (1 + (count - 1) * cosine)
-    return lambda place, pieces: _sum(pieces) * (ratios[place.name] / count)
+    def of(self, pieces: list[Tensor]) -> list[Tensor]:
+        if self.floor is None:
+            return pieces
+        here = _variance(pieces) >= self.floor
+        return [piece * here for piece in pieces]
 
 
-def _scaled(pieces: Sequence[Tensor], weights: Sequence[float]) -> list[Tensor]:
-    return [piece if weight == 1 else piece * weight for piece, weight in zip(pieces, weights, strict=True)]
+def _variance(pieces: list[Tensor]) -> Tensor:
+    return torch.stack(pieces).var(dim=0, unbiased=False)
 
 
-def _sum(pieces: Sequence[Tensor]) -> Tensor:
-    if len(pieces) == 1:
-        return pieces[0].clone()
-    total = pieces[0] + pieces[1]
-    for piece in pieces[2:]:
-        total += piece
-    return total
-
-
-def _elected(pieces: Sequence[Tensor], weights: Sequence[float], election: str, normalize: bool) -> Tensor:
-    scaled = _scaled(pieces, weights)
-    if election == "mass":
-        sign = _sum(scaled).sign_()
-    else:
-        sign = _sum(_scaled([part.sign() for part in scaled], [abs(weight) for weight in weights])).sign_()
-    total, share = torch.zeros_like(sign), torch.zeros_like(sign)
-    for part, weight in zip(scaled, weights, strict=True):
-        agreeing = (part * sign).clamp_min_(0)  # its size where it has the elected sign
-        total += agreeing
-        share.add_(agreeing.sign_(), alpha=abs(weight))
-    total *= sign
-    return total / share.masked_fill_(share == 0, 1) if normalize else total
-
-
-def _at_least(piece: Tensor, floor: float) -> Tensor:
-    """Zero where the magnitude is below the floor. `hardshrink` is one pass, but drops what equals its bound."""
-    if floor == 0:
-        return piece
-    kind = np.float64 if piece.dtype is torch.float64 else np.float32
-    return torch.nn.functional.hardshrink(piece, float(np.nextafter(kind(floor), kind(0))))
-
-
-def _check_election(election: str) -> None:
-    if election not in ("mass", "count"):
-        raise UsageError(unknown("election", election, ["mass", "count"]))
+def _election(by: str, normalize: bool) -> Election:
+    if by not in ("mass", "count"):
+        raise UsageError(unknown("election", by, ["mass", "count"]))
+    return Election(by, normalize)
 
 
 def _kept(density: Sequence[float], vector: int, entries: int) -> int:
     return max(1, int(density[vector] * entries))
-
-
-def _levels(
-    bundle: Bundle, per_tensor: bool, ranks: Callable[[int, int], list[int]]
-) -> Callable[[str], list[list[float]]]:
-    """Every vector's magnitudes at the ranks wanted, within each tensor or over the whole vector."""
-
-    def search(name: str | None = None) -> list[list[float]]:
-        wanted = [ranks(vector, bundle.numel(name)) for vector in range(bundle.count)]
-        return magnitudes_at(lambda measure: bundle.measured(measure, name), wanted, bundle.dtype)
-
-    if not per_tensor:
-        everywhere = search()
-        return lambda name: everywhere
-    found = {name: search(name) for name in bundle.shapes if bundle.numel(name)}
-    return found.__getitem__
-
-
-def _uniform(place: PiecePlace, vector: int, piece: Tensor, seed: int) -> Tensor:
-    draw = chance(seed, f"{vector}\0{place.name}", place.index).random(piece.numel(), dtype="float32")
-    return torch.from_numpy(draw).to(piece.device)
 
 
 def _dropped(
@@ -292,32 +280,28 @@ def _dropped(
 ) -> list[Tensor]:
     kept = []
     for vector, (piece, share) in enumerate(zip(pieces, density, strict=True)):
-        survivors = piece.masked_fill(_uniform(place, vector, piece, seed) >= share, 0)
+        survivors = piece.masked_fill(uniform(place, vector, piece, seed) >= share, 0)
         kept.append(survivors / share if rescale else survivors)
     return kept
 
 
-def _ranks_in_rows(rows: Tensor) -> Tensor:
-    order = rows.abs().argsort(dim=1, descending=True, stable=True)
-    numbers = torch.arange(rows.shape[1], device=rows.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, numbers)
+def _check_epsilon(density: Sequence[float], epsilon: float) -> None:
+    for share in density:
+        if not (epsilon >= 0 and epsilon / 2 < share <= 1 - epsilon / 2):
+            raise UsageError(
+                f"della's drop rates must lie in 0..1: density between epsilon/2 and 1 - epsilon/2, "
+                f"got density {share} and epsilon {epsilon}."
+            )
 
 
-def _gram(bundle: Bundle, name: str | None = None) -> list[list[float]]:
-    """Dot products of all pairs, summed in float64 in the order of the walk."""
-    pairs = [(i, j) for i in range(bundle.count) for j in range(i, bundle.count)]
-    gram = [[0.0] * bundle.count for _ in range(bundle.count)]
-
-    def products(pieces: list[Tensor]) -> list[float]:
-        wide = [piece.double() for piece in pieces]
-        return [float((wide[i] * wide[j]).sum()) for i, j in pairs]
-
-    for found in bundle.measured(products, name):
-        for (i, j), product in zip(pairs, found, strict=True):
-            gram[i][j] += product
-    return gram
-
-
-def _cosine(gram: list[list[float]], i: int, j: int) -> float:
-    scale = (gram[i][i] * gram[j][j]) ** 0.5
-    return max(-1.0, min(1.0, gram[i][j] / scale)) if scale else 0.0
+def _pruned(
+    place: PiecePlace, pieces: list[Tensor], density: Sequence[float], epsilon: float, seed: int, rescale: bool
+) -> list[Tensor]:
+    length = row_length(place.shape)
+    pruned = []
+    for vector, (piece, share) in enumerate(zip(pieces, density, strict=True)):
+        ranks = ranks_in_rows(piece.view(-1, length)).view(-1)
+        stay = share + epsilon / 2 - (epsilon / length) * ranks.to(piece.dtype)
+        kept = piece.masked_fill(uniform(place, vector, piece, seed) >= stay, 0)
+        pruned.append(kept / stay if rescale else kept)
+    return pruned

@@ -92,6 +92,8 @@ def _title(manifest: Mapping[str, Any]) -> str:
         return f"{_name(manifest, 'target')} as it is"
     if _trained_alone(manifest):
         return f"{_name(manifest, 'target')} fine-tuned on a few examples"
+    if _merged(manifest):
+        return f"A merge of {_merged(manifest)}"
     return f"{tuned} moved to {_name(manifest, 'target')}" if tuned else f"An update of {_name(manifest, 'target')}"
 
 
@@ -106,6 +108,9 @@ def _summary(manifest: Mapping[str, Any], adapter: bool) -> str:
             f"{_name(manifest, 'target')} was fine-tuned on a few labelled examples; nothing of "
             f"{_name(manifest, 'tuned')} is in it."
         )
+    elif _merged(manifest):
+        method = _section(_section(manifest, "details"), "merge").get("method")
+        what = f"{_merged(manifest)} were merged by {safe(method)} onto {_name(manifest, 'target')}."
     elif _path(manifest, "base") and _path(manifest, "tuned"):
         what = (
             f"What the fine-tune {_name(manifest, 'tuned')} learned on top of {_name(manifest, 'base')} was carried "
@@ -141,6 +146,15 @@ def _way(manifest: Mapping[str, Any]) -> str:
         ", without training: the difference of the first two was masked by the signs of gradients of a few "
         "labelled examples and added to the third."
     )
+
+
+def _merged(manifest: Mapping[str, Any]) -> str:
+    """The models of a merge, the target left out; nothing for what is none."""
+    if manifest.get("kind") != "merge":
+        return ""
+    roles = [role for role in _section(manifest, "inputs") if role.startswith(("tuned ", "model "))]
+    others = [role for role in roles if _path(manifest, role) != _path(manifest, "target")]
+    return ", ".join(dict.fromkeys(_name(manifest, role) for role in others or roles))
 
 
 def _trained_alone(manifest: Mapping[str, Any]) -> bool:

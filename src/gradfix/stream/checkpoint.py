@@ -238,7 +238,7 @@ class _Pass:
         kinds = Counter(entry["fate"] for entry in tensors.values())
         return StreamReport(
             Path(self.output.out), kinds["transported"], kinds["copied"], kinds["skipped"],
-            self.stream.made.get("kept", share(whole.kept, whole.nonzero)), share(whole.survived, whole.kept), whole.norm_ratio(),
+            self.stream.made.get("kept", whole.kept_share()), share(whole.survived, whole.kept), whole.norm_ratio(),
             tensors=tensors, notes=tuple(notes),
         )  # fmt: skip
 
@@ -259,6 +259,8 @@ class _Pass:
         nonzero, kept, survived = whole.nonzero, whole.kept, whole.survived
         if self.stream.alpha == 0:
             return ["alpha is 0: the output is the target, nothing was transported"]
+        if not self.moved:
+            return []
         if kept < LEAST_KEPT * nonzero and not self.output.force:
             raise UnsafeResult(
                 f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "

@@ -214,7 +214,8 @@ def save_lora(
 
     `model` is the target as a module (the meta device will do unless tensors are kept whole); names in the
     result may be module names or on-disk names. The manifest ties the folder to the target's weights; `inputs`
-    (by role) and `config` (mask, alpha ...) go into it and into the model card, and so do `facts` (`votes`, `kept`).
+    (by role) and `config` (mask, alpha ...) go into it and into the model card, and so do `facts` (`votes`, `kept`,
+    `norm_ratio`, which needs the model's weights otherwise).
     Further options are those of an `Output`: `overwrite`, `details`, `extras`."""
     own, output = Output.sorted_out(out, options, {"facts": {}})
     goal, out = open_checkpoint(target), Path(out)
@@ -226,10 +227,10 @@ def save_lora(
     fates = _fates(result, disk, goal)
     counts = Counter(entry["fate"] for entry in fates.values())
     kinds = ("transported", "copied", "skipped")
-    size = sum(float(p.detach().double().square().sum()) for n, p in model.named_parameters() if n in result.shapes)
     report = StreamReport(
         out, counts["transported"], counts["copied"], counts["skipped"], own["facts"].get("kept", 1.0), 1.0,
-        result.approximated.norm() / size**0.5 if size else 0.0, tensors=fates, notes=tuple(notes),
+        own["facts"]["norm_ratio"] if "norm_ratio" in own["facts"] else _size(result, model), tensors=fates,
+        notes=tuple(notes),
     )  # fmt: skip
     with staged_folder(out, overwrite=output.overwrite) as staging:
         save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
@@ -259,6 +260,13 @@ def save_lora(
         (staging / "README.md").write_text(card(content), encoding="utf-8")
         write_manifest(staging, content, {})
     return report
+
+
+def _size(result: LoraResult, model: nn.Module) -> float:
+    """The update's norm beside that of the weights it changes."""
+    weights = [p for n, p in model.named_parameters() if n in result.shapes]
+    size = sum(float(p.double().square().sum()) for p in weights)
+    return result.approximated.norm() / size**0.5 if size else 0.0
 
 
 def _adapter(

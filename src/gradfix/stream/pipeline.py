@@ -209,7 +209,7 @@ class Pipeline:
             raise _blame(name, [*piece.suspects(), (content.source, target)]) from None
         if first != len(target):
             raise UnsafeResult(f"tensor {name!r}: {first} entries for {len(target)}; this is a bug.")
-        counts.base_square = piece.base_square
+        counts.base_square, counts.present = piece.base_square, piece.present
         return out, counts
 
 

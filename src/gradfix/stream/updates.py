@@ -37,6 +37,7 @@ class Counts:
     survived: int = 0  # kept entries whose weight really changed after rounding to the output's dtype
     tau_square: float = 0.0
     base_square: float = 0.0
+    present: int = 0  # entries that some vector changes, where a merge drops some of them before a mask does
 
     def add(self, other: Counts) -> None:
         for name, value in vars(other).items():
@@ -46,11 +47,12 @@ class Counts:
         """Size of the change beside the size of what was changed."""
         return (self.tau_square / self.base_square) ** 0.5 if self.base_square else 0.0
 
+    def kept_share(self) -> float:
+        """The share of the update, or of what was merged into it, that is left."""
+        return share(self.kept, self.present or self.nonzero)
+
     def as_json(self) -> dict[str, Any]:
-        return {
-            "kept": round(share(self.kept, self.nonzero), 6),
-            "survived_rounding": round(share(self.survived, self.kept), 6),
-        }
+        return {"kept": round(self.kept_share(), 6), "survived_rounding": round(share(self.survived, self.kept), 6)}
 
 
 def total(counts: Iterable[Counts]) -> Counts:
@@ -64,6 +66,7 @@ class Piece(ABC):
     """A stretch of one tensor's update, not yet computed."""
 
     base_square = 0.0  # of what the update is a change of; known once the blocks have been walked
+    present = 0  # entries that at least one merged vector changes; known then as well
 
     @abstractmethod
     def blocks(self) -> Iterator[Tensor]:

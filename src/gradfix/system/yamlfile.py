@@ -44,6 +44,14 @@ class _OneKeyEach(yaml.SafeLoader):
 
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The file's top-level mapping; an empty file is an empty mapping."""
+    documents = load_documents(path)
+    if len(documents) > 1:
+        raise UsageError(f"{path} holds {len(documents)} documents (parts after a line of ---); one is expected.")
+    return documents[0]
+
+
+def load_documents(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The top-level mapping of every document in the file, at least one."""
     path = Path(path)
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -56,18 +64,18 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{path} cannot be read as text ({type(error).__name__}); give a YAML file in UTF-8."
         ) from None
     try:
-        content = yaml.load(text, Loader=_OneKeyEach)
+        contents = list(yaml.load_all(text, Loader=_OneKeyEach))
     except UsageError as error:
         raise UsageError(f"{path}, {error}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {_where(error)}.") from None
     except (RecursionError, ValueError, OverflowError, TypeError) as error:
         raise UsageError(f"{path} is not valid YAML ({type(error).__name__}).") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UsageError(f"{path} must hold settings as `name: value` lines.")
-    return content
+    found: list[dict[str, Any]] = [content for content in contents if content is not None]
+    for content in found:
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise UsageError(f"{path} must hold settings as `name: value` lines.")
+    return found or [{}]
 
 
 def checked(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
