@@ -303,3 +303,15 @@ def test_alpha_zero_copies_the_target(tmp_path: Path) -> None:
     assert report.transported == 0 and "alpha is 0" in report.notes[0]
     written = read(tmp_path / "out")
     assert all(torch.equal(written[name], tensor) for name, tensor in case.target_state.items())
+
+
+def test_equal_magnitudes_that_keep_more_are_told(tmp_path: Path) -> None:
+    """bf16 leaves few sizes for a change, so that many entries share one."""
+    generator = torch.Generator().manual_seed(0)
+    base = (0.02 * torch.randn(80, 80, generator=generator)).bfloat16()
+    tuned = (base.float() + 1e-4 * torch.randn(base.shape, generator=generator)).bfloat16()
+    settings = {"target": {"w": base}, "vectors": [Vector({"w": base}, {"w": tuned})], "density": 0.2}
+    report = merge_checkpoints(**settings, out=tmp_path / "all", method="ties")
+    assert any(note.startswith("density 0.2 keeps 3") and "exact" in note for note in report.notes)
+    exact = merge_checkpoints(**settings, out=tmp_path / "exact", method="ties", exact=True)
+    assert not exact.notes and exact.kept * int((tuned != base).sum()) == pytest.approx(0.2 * 6400)

@@ -12,12 +12,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gradfix.checkpoints.matched import read_vocabulary
 from gradfix.commands.configs import MergeConfigOptions
 from gradfix.commands.merge import run_merge_command
 from gradfix.errors import GradfixError, IncompatibleCheckpoints, UsageError
 from gradfix.merging.dialect import METHODS
 from gradfix.merging.foreign import Job, mergekit_documents, run_document
-from tests.mergekit_cases import CASES
+from tests.mergekit_cases import CASES, FOLDERS, tokens, written
 
 DEPTH, WIDTH = 3, 6
 SHAPES = {
@@ -334,3 +335,24 @@ def test_an_interrupted_merge_goes_on_with_the_same_bits(tmp_path: Path, home: P
     run_document(Job(*mergekit_documents(path)), tmp_path / "whole")
     one, other = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_union_of_tokenizers_matches_rows_by_token(tmp_path: Path) -> None:
+    names = ["tok_base", "tok_chatml"]
+    for seed, name in enumerate(names):
+        FOLDERS[name](tmp_path / name, seed)
+    content = tokens(names, tokenizer={"source": "union", "pad_to_multiple_of": 8}, chat_template="chatml")
+    path = tmp_path / "merge.yml"
+    path.write_text(yaml.safe_dump(written(content, tmp_path)))
+    run_document(Job(*mergekit_documents(path)), tmp_path / "out")
+    table, own = (
+        load_file(tmp_path / n / "model.safetensors")["model.embed_tokens.weight"] for n in ("out", "tok_chatml")
+    )
+    base = load_file(tmp_path / "tok_base" / "model.safetensors")["model.embed_tokens.weight"]
+    rows, old = read_vocabulary(tmp_path / "out"), read_vocabulary(tmp_path / "tok_chatml")
+    assert rows is not None and old is not None and len(rows) == 66
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == len(table) == 72
+    assert torch.equal(table[rows["<|im_end|>"]], own[old["<|im_end|>"]])  # only one model has it
+    assert torch.allclose(table[rows["_tok_9"]], (base[9] + own[9]) / 2)
+    assert torch.allclose(table[66:], table[:66].mean(0).expand(6, -1), atol=1e-6)
+    assert "<|im_start|>" in (tmp_path / "out" / "chat_template.jinja").read_text()
