@@ -14,10 +14,10 @@ _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 24], "embed_dims"
 _LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 
 CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys("axk1 axk2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa".split(), _ALL_HEADS),
-    **dict.fromkeys("hy_v4 minicpm3 youtu".split(), _ALL_HEADS),
-    **dict.fromkeys("bart bigbird_pegasus mbart mt5 mvp plbart umt5".split(), _END),
-    **dict.fromkeys("qwen3_next qwen3_5_text qwen3_5 qwen3_5_moe qwen3_5_moe_text".split(), _LINEAR_THEN_FULL),
+    **dict.fromkeys(["axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"], _ALL_HEADS),
+    **dict.fromkeys(["hy_v4", "minicpm3", "youtu"], _ALL_HEADS),
+    **dict.fromkeys(["bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "umt5"], _END),
+    **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"], _LINEAR_THEN_FULL),
     "bamba": {"mamba_n_heads": 8},
     "bit": {**_STAGES, "embedding_size": 8, "num_groups": 4},
     "convnext": _STAGES,

@@ -24,6 +24,7 @@ from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation, PassPlan, 
 from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
 from gradfix.votes.batched.sample_rows import (
     Layout,
+    OwnedRows,
     RowSums,
     behind,
     digit_base,
@@ -243,6 +244,8 @@ class _Scaling:
         self.shapes: dict[tuple[Key, int], torch.Size] | None = None
 
     def __call__(self, number: int, layout: Layout) -> bool:
+        if isinstance(layout, OwnedRows):  # a row of a weight that one sample asks for is still the weight's
+            return False
         if self.certain:
             return True
         if self.shapes is None:
