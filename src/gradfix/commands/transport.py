@@ -25,10 +25,9 @@ from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import write_page
-from gradfix.commands.setting import Prepared, Shots, device_of, draw, read_unlabelled, setting
+from gradfix.commands.setting import Prepared, Shots, device_of, draw, setting, unseen_unlabelled, with_shots
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
-from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.method import Outcome
 from gradfix.methods.opening import (
@@ -101,7 +100,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     verdict = None
     if config.verdict is not None:
         verdict = read_verdict(config, trio)
-        wanted = asked(replace(config, verdict=None), verdict["method"])
+        wanted = asked(replace(config, verdict=None, shots=verdict["shots"]), verdict["method"])
     assert wanted is not None
     refuse_apart(wanted, trio)
     config = wanted.config
@@ -109,8 +108,10 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
     refuse_occupied(out, config.overwrite)
-    start = setting(config)
     stage("reading examples")
+    start = setting(config)
+    config = with_shots(config, start.dataset)
+    wanted = replace(wanted, config=config)
     shots = draw(start, config, config.validation, config.base)
     if verdict is not None:
         shots = follow(verdict, shots, start)
@@ -193,15 +194,14 @@ class _Transport:
             check_descent(tau, self.trio.base, self.trio.tuned)
         unlabelled = None
         if config.unlabelled:
-            unlabelled = read_unlabelled(config.unlabelled, config)
-            check_disjoint({"unlabelled": unlabelled, "test": shots.test or ()})
+            unlabelled = unseen_unlabelled(config, shots.test)
         trial = Trial(
             self.bound, tau if self.trio.apart is None else None,
             Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
             store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task), judged=False,
         )  # fmt: skip
-        trial.define(trial.set_name(config.shots, config.seed), shots.fewshot)
+        trial.define(trial.set_name(shots.per_class, config.seed), shots.fewshot)
         return trial
 
     def _outcome(self, trial: Trial) -> Outcome:
@@ -210,7 +210,7 @@ class _Transport:
             run = replace(self.wanted.masked, votes=self._votes_from_file(self.config.votes))
         with warnings.catch_warnings():  # a few examples of a fold say nothing about the transport itself
             warnings.filterwarnings("ignore", message=".*tensors abstained")
-            outcome = run(trial, trial.support(self.config.shots, self.config.seed))
+            outcome = run(trial, trial.support(self.shots.per_class, self.config.seed))
         said = outcome.votes.notes if outcome.votes is not None else ()
         self.notes.extend(note for note in (*trial.notes, *said, *outcome.notes) if note not in self.notes)
         return outcome

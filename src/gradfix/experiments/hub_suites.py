@@ -26,6 +26,7 @@ from gradfix.experiments.paper import Declared
 from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, SupportSet
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Lenders, Passes, Splits, Trial
+from gradfix.system.meter import telling_more
 from gradfix.tasks.base import Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
@@ -145,7 +146,7 @@ class HubSuite(Suite):
         def tell(more: int) -> None:
             nonlocal done
             done += more
-            self._stage(f"{what}: step {done} of {self.recipe.steps}")
+            telling_more(self._stage)(f"{what}: step {done} of {self.recipe.steps}")
 
         return tell
 
