@@ -27,6 +27,7 @@ from gradfix.methods.results import Results
 from gradfix.methods.search import Search
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Passes, Trial
+from gradfix.methods.verdicts import packed
 from gradfix.registry import unknown
 from gradfix.tasks.base import Bound, Task
 from gradfix.vectors.diagnostics import sign_agreement
@@ -37,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 Unit = dict[str, Any]
 ROW = (
     *("method", "accuracy", "alpha", "margin", "seconds", "validation_accuracy", "validation_score", "test_loss"),
-    *("slope", "kept", "flops", "notes"),
+    *("slope", "kept", "flops", "notes", "held_right"),
 )
 
 
@@ -237,6 +238,7 @@ class _Run:
             "margin": outcome.margin,
             "validation_accuracy": outcome.score.accuracy if outcome.score else None,
             "validation_score": outcome.score.value if outcome.score else None,
+            "held_right": packed(outcome.score.marks) if outcome.score else None,
             "loss_before": before,
             "loss_after": after,
             "slope": _finite(slope),
@@ -295,7 +297,7 @@ class _Run:
             return []
         shots, seed = verdict["shots"], self.seeds[0]
         group = {unit["method"]: unit for unit in units[shots, seed]}
-        name = verdict["method"]
+        name = verdict.get("refused") or verdict["method"]
         if name == FLOOR:
             moved = [unit for unit in group.values() if not METHODS[unit["method"]].traits.reference]
             name = max(moved, key=lambda unit: (unit["validation_score"], unit["alpha"]))["method"]

@@ -112,6 +112,7 @@ def fine_tuned(trial: Trial, support: Support) -> Outcome:
 method(
     "best",
     "Best recipe",
+    favoured=True,
     unlabelled=True,
     across=True,
     labels=False,
