@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED = 100_000  # columns of a pager or a file: nothing is folded there
+QUICK_SECONDS = 5.0  # a run that takes no longer has no progress to tell
 EVERY_SECONDS = 10.0  # between two lines about one step
 READABLE = 12  # the narrowest first column worth folding into
 
@@ -110,10 +111,11 @@ class Printer:
 class StepLog:
     """Progress for a file: a line for every finished step with its seconds, and for a long one where it stands.
 
-    Steps of different lanes run side by side."""
+    Steps of different lanes run side by side. A run of a few seconds says nothing: what is said first is held back."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock, self._said = clock, clock()
+        self.clock, self._began, self._said = clock, clock(), clock()
+        self._waiting: list[str] = []
         self._steps: dict[str, tuple[str, float]] = {}
 
     def __call__(self, step: str, lane: str = "") -> None:
@@ -140,7 +142,13 @@ class StepLog:
 
     def _say(self, line: str, now: float) -> None:
         self._said = now
-        Console(stderr=True, soft_wrap=True, highlight=False).print(Text(_plain(line)))
+        self._waiting.append(line)
+        if now - self._began < QUICK_SECONDS:
+            return
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        for waiting in self._waiting:
+            console.print(Text(_plain(waiting)))
+        self._waiting.clear()
 
 
 class _Count:

@@ -79,6 +79,9 @@ class DataOptions:
     architecture: str | None = option("open_clip: the architecture of a bare weights file, e.g. ViT-B-16.")
     scoring: str | None = option("seq2seq and causal: likelihood, generate or (causal) exact.")
     freeze_head: bool = option("Classification: leave the head out of votes and training.", False)
+    label_names: tuple[str, ...] = option("Labels that are numbers: the names of the classes, that of 0 first.", ())
+    encoding: str | None = option("Encoding of text files (default: utf-8), e.g. cp1252.")
+    separator: str | None = option("Sign between the columns of a .csv file (default: ,), e.g. ';'.")
     drop_unlabelled: bool = option("Skip rows without a label instead of refusing them.", False)
     batch_size: int = option("Samples per pass; affects speed, not the votes.", 16, least=1)
     dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
@@ -310,7 +313,7 @@ class PushConfig:
 
 
 INITIALISED = {"transport": TransportConfig, "compare": CompareConfig}  # and merge, whose YAML is a recipe
-PLENTY = ("base", "tuned", "data", "shots", "seeds", "methods", "text_column", "templates")
+PLENTY = ("base", "tuned", "data", "shots", "seeds", "methods", "text_column", "templates", "label_names")
 
 
 def _union() -> list[tuple[str, Any, Any]]:

@@ -23,6 +23,7 @@ from gradfix.data import (
     without_duplicates,
     without_overlap,
 )
+from gradfix.data.files import Spelling
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.base import TASKS, Bound, Task
 
@@ -81,6 +82,8 @@ def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:
         image_column=options.image_column,
         text_template=options.text_template,
         drop_unlabelled=options.drop_unlabelled,
+        label_names=options.label_names or None,
+        spelling=Spelling(options.encoding, options.separator),
         **more,
     )
 
@@ -92,6 +95,7 @@ def read_unlabelled(source: str, options: DataOptions) -> list[Row]:
         text_column=columns[0] if len(columns) == 1 else columns or None,
         image_column=options.image_column,
         text_template=options.text_template,
+        spelling=Spelling(options.encoding, options.separator),
     )
 
 

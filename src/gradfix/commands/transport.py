@@ -20,7 +20,7 @@ from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import Trio
-from gradfix.checkpoints.write import refuse_inside, refuse_occupied, torch_dtype
+from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
@@ -108,6 +108,8 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
     refuse_occupied(out, config.overwrite)
+    if config.out_lora is None and not config.dry_run:
+        check_space(out.parent, trio.target.nbytes)  # better known before the work than after
     stage("reading examples")
     start = setting(config)
     config = with_shots(config, start.dataset)
