@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from gradfix.cli.console import Printer, asker
+from gradfix.cli.helping import GroupedCommand
 from gradfix.cli.options import command
 from gradfix.commands import configs
 from gradfix.errors import UsageError
@@ -29,7 +30,7 @@ def build(explained: type[Any] | None = None) -> typer.Typer:
     )
     app.callback(help=ABOUT)(_root)
     for name, (kind, body) in COMMANDS.items():
-        app.command(name, help=kind.__doc__)(command(kind, body, explained=kind is explained))
+        app.command(name, cls=GroupedCommand, help=kind.__doc__)(command(kind, body, explained=kind is explained))
     return app
 
 

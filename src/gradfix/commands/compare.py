@@ -95,7 +95,7 @@ def _examples(config: CompareConfig) -> tuple[CompareConfig, Dataset, Any, list[
         rest = {name: rows for name, rows in kept.items() if rows is not None}
         dataset = replace(dataset, splits={**dataset.splits, **rest}, notes=(*dataset.notes, *notes))
     unlabelled = unseen_unlabelled(config, dataset.splits.get("test")) if config.unlabelled else None
-    config = with_shots(config, dataset)
+    config = with_shots(config, dataset.pick("train") if "train" in dataset.splits else ())
     return config, _said(dataset, config), validation, unlabelled
 
 

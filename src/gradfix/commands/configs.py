@@ -153,7 +153,8 @@ class TransportConfig(TrioOptions, ShotOptions):
 
     out: str = option("Folder to write.", required=True)
     method: str | None = option(
-        "A method of compare (best, our recipe, by default), or mask: the options below, as where one of them is given.",
+        "How it is moved: best, our recipe, by default; gradfix is the paper's way, and so is giving one of its options "
+        "(--mask, --alpha, --margin, --vote, --votes) without a name.",
         choices=METHODS,
     )
     verdict: str | None = option("results.json of a compare on these inputs: ship the method it says.")

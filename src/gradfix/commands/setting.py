@@ -61,6 +61,7 @@ class Shots:
     notes: tuple[str, ...]
     pool: list[Row]  # what the few-shot set was drawn from
     per_class: int
+    allow_fewer: bool
 
 
 def device_of(name: str | None) -> str:
@@ -146,11 +147,11 @@ def apart(start: Prepared, lose: str | None) -> Prepared:
     return replace(start, dataset=replace(dataset, splits=splits), notes=(*start.notes, *notes))
 
 
-def with_shots(options: Counted, dataset: Dataset) -> Counted:
+def with_shots(options: Counted, pool: Sequence[Row]) -> Counted:
     """The options with a number of examples per class: all there are, up to a limit, where nobody said one."""
     if options.shots not in (None, ()):
         return options
-    counts = Counter(str(row.get("label") or "") for row in dataset.pick("train"))
+    counts = Counter(str(row.get("label") or "") for row in pool)
     most = min(MOST_SHOTS, max(counts.values(), default=0))
     shots: Any = (most,) if isinstance(options, CompareConfig) else most
     return replace(options, shots=shots, allow_fewer=options.allow_fewer or min(counts.values(), default=0) < most)
@@ -163,12 +164,12 @@ def draw(start: Prepared, options: ShotOptions, validation: str | None = None, b
         raise DataError(
             f"{start.dataset.source} has only a test split; examples are drawn from train. Add a train file."
         )
-    options = with_shots(options, start.dataset)
     sides: dict[str, list[Row] | None] = {
         "train": whole, "validation": validation_rows(start, validation), "test": start.dataset.splits.get("test")
     }  # fmt: skip
     kept, dropped = without_duplicates(sides, options.drop_duplicates)
     pool, held, test = kept["train"] or [], kept["validation"], kept["test"]
+    options = with_shots(options, pool)
     teacher_alone = options.shots == 0 and getattr(options, "unlabelled", None) is not None
     indices = [] if teacher_alone else _pick(start, options, pool, base)
     fewshot = [pool[index] for index in indices]
@@ -179,7 +180,9 @@ def draw(start: Prepared, options: ShotOptions, validation: str | None = None, b
         parts["test"] = test
     notes = (*start.notes, *dropped, *check_disjoint(parts), used_note(len(fewshot), len(pool)))
     places = {id(row): number for number, row in enumerate(whole)}
-    return Shots(fewshot, [places[id(row)] for row in fewshot], held, test, notes, pool, options.shots or 0)
+    return Shots(
+        fewshot, [places[id(row)] for row in fewshot], held, test, notes, pool, options.shots or 0, options.allow_fewer
+    )
 
 
 def used_note(count: int, whole: int) -> str:

@@ -24,7 +24,7 @@ from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import Along, TransportResult, write_page
-from gradfix.commands.setting import Prepared, Shots, device_of, draw, setting, unseen_unlabelled, with_shots
+from gradfix.commands.setting import Prepared, Shots, device_of, draw, setting, unseen_unlabelled
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
@@ -81,9 +81,9 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         check_space(out.parent, trio.target.nbytes)  # better known before the work than after
     stage("reading examples")
     start = setting(config)
-    config = with_shots(config, start.dataset)
-    wanted = replace(wanted, config=config)
     shots = draw(start, config, config.validation, config.base)
+    config = replace(config, shots=shots.per_class, allow_fewer=shots.allow_fewer)
+    wanted = replace(wanted, config=config)
     if verdict is not None:
         shots = follow(verdict, shots, start)
     if config.report and not shots.test:

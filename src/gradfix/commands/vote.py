@@ -23,7 +23,7 @@ from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
 from gradfix.commands.guard import guard_outputs, halving_batches, in_notes
-from gradfix.commands.setting import Prepared, device_of, draw, setting, with_shots
+from gradfix.commands.setting import Prepared, device_of, draw, setting
 from gradfix.data import Row
 from gradfix.data.rows import exact_hash
 from gradfix.errors import OutputError, UsageError
@@ -103,8 +103,8 @@ class Vote:
                 guard_outputs(config)
                 self.refuse()
                 start = setting(config)
-                config = with_shots(config, start.dataset)
                 shots = draw(start, config, base=config.base)
+                config = replace(config, shots=shots.per_class, allow_fewer=shots.allow_fewer)
                 if self.group is None or self.group.leads:
                     make_parent(self.out)
                     self.held.enter_context(locked(self.out))
