@@ -21,7 +21,7 @@ from gradfix.system.meter import Countdown
 METHODS = ("zero_shot", "naive", "few_shot", "gradfix", "best", "fine_tuned")
 PAIRS = ("unrelated", "related")
 # Of the shipped images, classes taking turns: enough to choose and to judge, and the demo stays under a minute.
-IMAGES = {"validation": 150, "test": 400}
+IMAGES = {"validation": 250, "test": 400}
 
 
 def run_demo(config: DemoConfig, stage: Callable[..., None] = lambda *_: None) -> Results:
@@ -71,7 +71,7 @@ def _side_by_side(jobs: list[Job], stage: Callable[..., None]) -> list[Results]:
         return [_compare_pair(job, tell) for job in jobs]
     spawn = multiprocessing.get_context("spawn")
     news: Any = spawn.Queue()
-    with ProcessPoolExecutor(len(jobs), mp_context=spawn, initializer=_news.append, initargs=(news,)) as pool:
+    with ProcessPoolExecutor(len(jobs), mp_context=spawn, initializer=_listen, initargs=(news,)) as pool:
         futures = [pool.submit(_compare_pair, job) for job in jobs]
         while not all(future.done() for future in futures):
             with contextlib.suppress(queue.Empty):
@@ -80,6 +80,10 @@ def _side_by_side(jobs: list[Job], stage: Callable[..., None]) -> list[Results]:
 
 
 _news: list[Any] = []  # in a process of the pool: where to tell how far it is
+
+
+def _listen(news: Any) -> None:
+    _news.append(news)
 
 
 def _compare_pair(job: Job, tell: Callable[[Told], None] | None = None) -> Results:

@@ -95,6 +95,19 @@ method("bico_veto", "BiCo, then veto", unlabelled=True, across=True, keeps=True,
 )
 
 
+method(
+    "best",
+    "Best recipe",
+    favoured=True,
+    scaled=False,
+    unlabelled=True,
+    across=True,
+    labels=False,
+    way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
+    "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
+)(trained.by_recipe)
+
+
 @method("oracle", "Oracle mask", reference=True, fixed=True, keeps=True, ships=False)
 def oracle(trial: Trial, support: Support) -> Outcome:
     """The mask by the signs of the target's own task vector: an upper reference."""
@@ -109,19 +122,6 @@ def oracle(trial: Trial, support: Support) -> Outcome:
 def fine_tuned(trial: Trial, support: Support) -> Outcome:
     known = _known(trial)
     return Outcome(known, 1.0, score=trained.scored(trial, support, lambda view: known))
-
-
-method(
-    "best",
-    "Best recipe",
-    favoured=True,
-    scaled=False,
-    unlabelled=True,
-    across=True,
-    labels=False,
-    way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
-    "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
-)(trained.by_recipe)
 
 
 def _known(trial: Trial) -> TaskVector:
