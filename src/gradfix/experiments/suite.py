@@ -213,7 +213,7 @@ class PocketSuite(Suite):
         tuned = lambda: TaskVector.between(given.target, given.target_tuned)  # noqa: E731
         trial = Trial(
             bound, tau, splits, search=self.grid.search, passes=Passes(batch_size=50),
-            lenders=Lenders(aligned=aligned, tuned_target=tuned),
+            lenders=Lenders(aligned=aligned, tuned_target=tuned, teacher=lambda: PocketBound(given.tuned)),
         )  # fmt: skip
         weights = dict(bound.model.named_parameters())
         size = sum(weights[name].numel() for name in bound.trainable())
