@@ -168,10 +168,11 @@ def move_part(args: argparse.Namespace, task: str, source: str, target: str) -> 
 def runs(args: argparse.Namespace, opened: Any, task: str) -> Iterable[dict[str, Any]]:
     from gradfix.methods.method import NotHere
     from gradfix.methods.methods import METHODS as KNOWN
+    from gradfix.methods.yardsticks import tokens_seen, trained_weights
     from gradfix.training.costs import Work
     from gradfix.vectors.scale import dialled
 
-    trial, size, tokens = opened.trial, opened.parameters(), opened.tokens()
+    trial, size, tokens = opened.trial, trained_weights(opened.bound), tokens_seen(opened.trial)
     full = Work(forward=64 * args.steps, backward=64 * args.steps, steps=args.steps).flops(size, tokens)
     methods = args.methods
     for seed, shots, name in product(args.seeds, args.many_shots if task == MANY else args.shots, methods):

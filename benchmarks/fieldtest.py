@@ -63,16 +63,18 @@ def main() -> None:
     in_parallel("benchmarks.fieldtest", shared, [("finetune", *one) for one in product(MODELS, TASKS)], args.jobs)
     parts = [("compare", *one) for one in product(TASKS, MODELS, REGIMES, args.seeds)]
     in_parallel("benchmarks.fieldtest", shared, parts, args.jobs)
-    rows = [
-        json.loads(line) for path in sorted(args.work.glob("rows-*.jsonl")) for line in path.read_text().splitlines()
-    ]
+    rows, verdicts = (
+        [json.loads(line) for path in sorted(args.work.glob(kind)) for line in path.read_text().splitlines()]
+        for kind in ("rows-*.jsonl", "verdicts-*.jsonl")
+    )
     tuning = [json.loads(path.read_text()) for path in sorted(args.work.glob("finetune-*.json"))]
     from gradfix.checkpoints.folder import versions
 
     result = {
         "command": "python -m benchmarks.fieldtest", "device": args.device, "seconds": time.perf_counter() - begin,
         "finetune_seconds": fmean(entry["seconds"] for entry in tuning), **versions(),
-        "summary": summary(rows), "cells": cells(rows), "rows": rows,
+        "summary": summary(rows), "cells": cells(rows), "verdicts": verdicts,
+        "verdicts_wrong": sum(said["points_below_best"] > 2 and not said["tie"] for said in verdicts), "rows": rows,
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -121,6 +123,7 @@ def compare_part(args: argparse.Namespace, task: str, source: str, regime: str, 
     target = MODELS[1 - MODELS.index(source)]
     out = args.work / f"rows-{task}-{source}-{regime}-{seed}.jsonl"
     out.write_text("")
+    (args.work / f"verdicts-{task}-{source}-{regime}-{seed}.jsonl").unlink(missing_ok=True)
     search = replace(Search.quick(), folds=2) if regime == "few_shot" else Search.quick()
     for shots in args.shots:
         results = compare(
@@ -133,6 +136,12 @@ def compare_part(args: argparse.Namespace, task: str, source: str, regime: str, 
         with open(out, "a") as file:
             for row in results.rows:
                 file.write(json.dumps({name: row[name] for name in KEPT}) + "\n")
+        best = max(row["accuracy"] for row in results.rows if not results.traits_of(row["method"]).reference)
+        said = {name: results.verdict[name] for name in ("method", "tie", "tied", "refused", "lead", "best_on_test")}
+        behind = best - results.verdict["accuracy"]
+        with open(args.work / f"verdicts-{task}-{source}-{regime}-{seed}.jsonl", "a") as file:
+            cell = {"task": task, "source": source, "regime": regime, "seed": int(seed), "shots": shots}
+            file.write(json.dumps({**cell, **said, "points_below_best": behind}) + "\n")
 
 
 def summary(rows: list[dict]) -> dict:

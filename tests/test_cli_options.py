@@ -57,7 +57,7 @@ def test_finetune_does_not_train_on_test_rows(here, capsys):
     shutil.copy("reviews/test.jsonl", "reviews/train.jsonl")
     code, said = refusal([*FINETUNE, "--data", "reviews"], capsys)
     assert code == 5
-    assert "the same example is in train" in said
+    assert "the same example is in train" in said and "12 in all" in said and "--drop-duplicates train" in said
     assert not Path("tuned").exists()
 
 

@@ -141,6 +141,17 @@ def test_every_public_name_is_in_the_reference():
     assert set(gradfix.__all__) - {"__version__"} <= words
 
 
+def test_everything_in_the_reference_is_imported_from_gradfix():
+    import gradfix
+
+    named = re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
+    assert len(named) > 25
+    missing = [name for name in named if name != "gradfix.errors" and not hasattr(gradfix, name.rpartition(".")[2])]
+    assert not missing
+    errors = re.findall(r"^class (\w+)", (SOURCE / "errors.py").read_text(encoding="utf-8"), re.M)
+    assert all(hasattr(gradfix, name) for name in errors)
+
+
 def unlisted() -> set[str]:
     """Pages that the navigation lacks, and names it has without a page."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]

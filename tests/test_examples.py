@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -37,3 +38,19 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
     if path.stem == "transport_folders":  # it loads like any other checkpoint, card and class names included
         assert Path("moved/README.md").read_text(encoding="utf-8").startswith("---\nlibrary_name:")
         assert left["model"].config.id2label[0] != "LABEL_0"
+
+
+def test_the_notebook_goes_from_checkpoints_to_a_page(tmp_path, monkeypatch, capsys):
+    """As it stands, cell by cell; outputs are not kept in the file."""
+    notebook = json.loads((FOLDER / "first_hour.ipynb").read_text(encoding="utf-8"))
+    assert notebook["nbformat"] == 4
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, object] = {"__name__": "notebook"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), space)
+    said = capsys.readouterr().out
+    assert re.search(r"what you had [\d.]+ %, the new base as it is [\d.]+ %", said)
+    assert space["after"] > space["before"] + 30
+    assert "<html" in Path("report.html").read_text(encoding="utf-8") and space["results"]._repr_html_()

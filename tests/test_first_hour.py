@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gradfix.cli import run
+from gradfix.cli.options import flag
 from tests.stage import setup
 from tests.test_docs import ROOT, SHELL, blocks
 
@@ -82,6 +83,175 @@ def test_every_wrong_turn_says_what_to_do(change, code, says, clean, capsys):
         assert "Traceback" not in said and "internal error" not in said
         assert said.count("gradfix:") == 1, "one line"
         assert [path for path in clean.rglob("*") if path not in before] == [], "nothing is left behind"
+
+
+def rewritten(name: str, text: str, encoding: str = "utf-8") -> None:
+    """The data with another train file: rows of (text, label) as somebody's spreadsheet wrote them."""
+    Path("my-data/train.jsonl").unlink()
+    Path("my-data", name).write_bytes(text.encode(encoding))
+
+
+def spreadsheet(separator: str = ",", quote: str = "", extra: str = "") -> str:
+    rows = [(f"{word} {number}{extra}", word) for number in range(6) for word in ("positive", "negative")]
+    lines = [separator.join(("text", "label")), *(separator.join((f"{quote}{t}{quote}", lb)) for t, lb in rows)]
+    return "\n".join(lines) + "\n"
+
+
+SPREADSHEETS = [
+    ("semicolons", spreadsheet(";"), "utf-8", [], ["has no ',' and a ';'", "--separator ';'"]),
+    ("quoted semicolons", spreadsheet(";", '"'), "utf-8", [], ["--separator ';'"]),
+    ("semicolons, said", spreadsheet(";", '"'), "utf-8", ["--separator", ";"], []),
+    ("windows", spreadsheet(extra=" caf\u00e9"), "cp1252", [], ["not UTF-8", "--encoding cp1252"]),
+    ("windows, said", spreadsheet(extra=" caf\u00e9"), "cp1252", ["--encoding", "cp1252"], []),
+    ("no such encoding", spreadsheet(), "utf-8", ["--encoding", "cp9999"], ["no encoding called 'cp9999'", "cp1252"]),
+    ("utf-16", spreadsheet(), "utf-16", [], ["not UTF-8", "--encoding"]),
+    ("numbers", spreadsheet().replace(",positive", ",1").replace(",negative", ",0"), "utf-8", [],
+     ["label '1' is not in the label set", "--label-names"]),
+    ("numbers, named", spreadsheet().replace(",positive", ",1").replace(",negative", ",0"), "utf-8",
+     ["--label-names", "negative", "positive"], []),
+    ("numbers beyond the names", spreadsheet().replace(",positive", ",2"), "utf-8",
+     ["--label-names", "negative", "positive"], ["label 2 is outside the 2 named classes; the first is 0"]),
+    ("no text column", spreadsheet().replace("text,label", "review,label"), "utf-8", [],
+     ["no column 'text'", "'review'", "Name the text column (--text-column)"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "encoding", "options", "says"), [c[1:] for c in SPREADSHEETS], ids=[c[0] for c in SPREADSHEETS]
+)
+def test_a_spreadsheet_is_read_or_the_option_is_named(data, encoding, options, says, clean, capsys):
+    Path("my-data/task.json").write_text(json.dumps({"labels": {"negative": "negative", "positive": "positive"}}))
+    rewritten("train.csv", data, encoding)
+    for name in ("validation", "test"):
+        Path(f"my-data/{name}.jsonl").unlink()
+    code = run(["transport", *TRANSPORT.split(), "--dry-run", "--force", *options])
+    said = " ".join(capsys.readouterr().err.split())
+    assert (code != 0) == bool(says), said
+    for part in says:
+        assert part in said, said
+    if says:
+        assert said.count("gradfix:") == 1 and "internal error" not in said
+
+
+def shared_rows(count: int) -> None:
+    """The first rows of train stand in test, too."""
+    train, test = (Path(f"my-data/{name}.jsonl") for name in ("train", "test"))
+    test.write_text(test.read_text() + "".join(train.read_text().splitlines(keepends=True)[:count]))
+
+
+def test_duplicates_are_all_named_at_once_and_can_be_dropped(clean, capsys):
+    shared_rows(8)
+    words = ["transport", *TRANSPORT.replace("--shots 2 ", "").split()]
+    assert run(words) == 5
+    said = capsys.readouterr().err
+    assert "8 in all" in said and said.count(" = ") == 7 and "--drop-duplicates train (or test)" in said
+    assert run([*words, "--drop-duplicates", "trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+    for side, samples, used in (("train", 20, "using 40 of 40"), ("test", 12, "using 48 of 48")):
+        assert run([*words, "--drop-duplicates", side, "--overwrite", "--json", "found.json"]) == 0
+        found = json.loads(Path("found.json").read_text())
+        assert found["test_after"]["samples"] == samples
+        assert any(note.startswith(used) for note in found["notes"])
+    assert run(["compare", *TRIO.split(), "--task", "zero-shot", "--methods", "naive", "--json", "r.json"]) == 5
+    assert run([*("compare", *TRIO.split(), "--task", "zero-shot", "--methods", "naive"), "--drop-duplicates", "test", "--json", "r.json"]) == 0  # fmt: skip
+    assert json.loads(Path("r.json").read_text())["rows"][0]["shots"] == 24
+
+
+def test_a_full_disk_is_known_before_the_work(clean, capsys, monkeypatch):
+    from types import SimpleNamespace
+
+    from gradfix.checkpoints import write
+
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    monkeypatch.setattr("gradfix.commands.transport.setting", lambda config: pytest.fail("no example was read yet"))
+    assert run(["transport", *TRANSPORT.split()]) == 8
+    said = capsys.readouterr().err
+    assert "4.9 KiB free" in said and "KiB are needed" in said and "--out elsewhere" in said
+
+
+def test_a_single_file_of_weights_is_not_asked_for_a_tokenizer_alone(clean, capsys):
+    import torch
+    from safetensors.torch import load_file
+
+    torch.save(load_file("new-base/model.safetensors"), "new.pt")
+    assert run(["evaluate", "--model", "new.pt", "--data", "my-data", "--task", "classification"]) == 2
+    said = capsys.readouterr().err
+    assert "single file" in said and "config.json" in said and "image transform" in said and "Give the folder" in said
+
+
+def test_without_options_all_labels_and_the_best_recipe_are_used(clean, capsys):
+    assert run(["transport", *TRIO.split(), "--task", "zero-shot", "--out", "moved", "--json", "found.json"]) == 0
+    shown = capsys.readouterr()
+    assert "using 48 of 48 labelled examples" in shown.err and "what you had" in shown.out
+    assert "alpha" not in shown.out.split("lessons began at")[0]
+    manifest = json.loads(Path("moved/gradfix.json").read_text())
+    assert manifest["details"]["method"]["name"] == "best" and manifest["details"]["command"]["shots"] == 24
+    assert json.loads(Path("found.json").read_text())["had"]["samples"] == 12
+    assert "what you had" in Path("moved/README.md").read_text()
+
+
+def test_the_papers_way_is_a_method_and_its_options_mean_it(clean):
+    common = ["transport", *TRIO.split(), "--task", "zero-shot", "--shots", "2", "-q"]
+    assert run([*common, "--method", "gradfix", "--alpha", "0.5", "--out", "named"]) == 0
+    assert run([*common, "--alpha", "0.5", "--out", "meant"]) == 0
+    named, meant = (json.loads(Path(out, "gradfix.json").read_text())["outputs"] for out in ("named", "meant"))
+    assert named["model.safetensors"] == meant["model.safetensors"]
+
+
+def test_help_is_in_groups_with_examples(capsys):
+    from gradfix.cli.commands import COMMANDS
+    from gradfix.cli.helping import EXAMPLES, GROUPS
+    from gradfix.cli.options import fields_of
+
+    listed = [name for names in GROUPS.values() for name in names]
+    assert len(listed) == len(set(listed))
+    for command, (kind, _) in COMMANDS.items():
+        loose = {name for name, field in fields_of(kind).items() if not field.metadata["positional"]} - set(listed)
+        assert not loose, f"{command}: no group for {loose}"
+    assert run(["transport", "--help"]) == 0
+    page = capsys.readouterr().out
+    places = [page.index(f"\n{group}:\n") for group in (*GROUPS, "Examples")]
+    assert places == sorted(places)
+    assert page.index("--base") < page.index("--head ") and page.index("--method") < page.index("--mask")
+    for lines in EXAMPLES.values():
+        for line in lines:
+            words = line.split()
+            known = {flag(name) for name in fields_of(COMMANDS[words[1]][0])} | {"--json"}
+            assert {word for word in words if word.startswith("--")} <= known, line
+
+
+def test_a_log_has_a_line_for_every_finished_step(capsys):
+    from gradfix.cli.console import Printer, StepLog
+
+    now = [0.0]
+    log = StepLog(lambda: now[0])
+    for step, took in (("reading", 1.0), ("voting", 30.0), ("writing", 2.0)):
+        log(step)
+        now[0] += took / 2
+        log.update(f"{step}, half done")
+        now[0] += took / 2
+    log.finish()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["reading: 1.0 s", "voting, half done", "voting: 30.0 s", "writing: 2.0 s"]
+    quick = StepLog(lambda: 0.0)
+    quick("reading")
+    quick.finish()
+    with Printer(None, quiet=True).stages() as stage:
+        stage("nothing")
+    assert capsys.readouterr().err == ""
+
+
+def test_units_are_counted_down():
+    from gradfix.system.meter import Countdown, span
+
+    now, said = [0.0], []
+    count = Countdown(said.append, lambda: now[0])
+    for done in range(4):
+        count("GradFix", done, 4)
+        now[0] += 60.0
+    assert said == ["GradFix (0/4)", "GradFix (1/4, about 3 min left)", "GradFix (2/4, about 2 min left)",
+                    "GradFix (3/4, about 60 s left)"]  # fmt: skip
+    assert [span(value) for value in (3.2, 99, 150, 9000)] == ["4 s", "99 s", "3 min", "2.5 h"]
 
 
 def test_an_output_that_is_there_is_not_overwritten_by_accident(clean, capsys):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
 
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.methods.results import Results, recovered
-from gradfix.methods.verdicts import judge
+from gradfix.methods.search import Score, of_the_choice
+from gradfix.methods.verdicts import judge, lead, packed, unpacked
 
 
 def row(method: str, accuracy: float, validation: float, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -35,17 +37,17 @@ CASES = {
     "within the spread": (
         [*BASE, *both("gradfix", (70, 72), 70), *both("naive", (72, 66), 69)],
         {"method": "gradfix", "exceeds_spread": False},
-        ["Ship gradfix; naive does as well.", "within the seeds' spread", "not told apart"],
+        ["Ship gradfix (a tie with naive).", "within the seeds' spread", "not told apart"],
     ),
     "few-shot wins": (
         [*BASE, *both("gradfix", (60, 60), 60), *both("few_shot", (75, 75), 74)],
         {"method": "few_shot", "transport": False},
-        ["Do not transport: few_shot"],
+        ["Ship few_shot: on the same examples it does better than moving"],
     ),
     "few-shot ties with a transport": (
         [*BASE, *both("gradfix", (70, 78), 73), *both("few_shot", (75, 74), 74)],
         {"method": "few_shot", "transport": False, "exceeds_spread": False},
-        ["No need to transport: few_shot on the same examples does as well as gradfix."],
+        ["Ship few_shot (a tie with gradfix)."],
     ),
     "nothing helps": (
         [*BASE, *both("gradfix", (40, 40), 41, alpha=0.0), *both("naive", (39, 39), 40)],
@@ -64,8 +66,8 @@ CASES = {
     ),
     "a choice that hurts on test": (
         [*BASE, *both("gradfix", (35, 35), 60)],
-        {"method": "gradfix", "over_zero_shot": -5.0},
-        ["Test disagrees", "5.0 points below"],
+        {"method": "zero_shot", "refused": "gradfix", "transport": False, "over_zero_shot": 0.0},
+        ["keep the target as it is", "Test disagrees", "gradfix is 5.0 points below"],
     ),
     "one seed": (
         [row("zero_shot", 40, 40), row("gradfix", 60, 60)],
@@ -180,3 +182,86 @@ def test_equal_scores_go_to_fewer_flops_however_busy_the_machine_was():
     assert judge([*BASE, *dear, *cheap])["method"] == "gradfix"
     uncounted = [{**row, "flops": None} for row in (*dear, *cheap)]
     assert judge([*BASE, *uncounted])["method"] == "veto"
+
+
+def answered(method: str, right: int, test: float, answers: int = 20, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """A row whose first `right` of so many fold answers are right."""
+    share = 100 * right / answers
+    held = packed("1" * right + "0" * (answers - right))
+    return row(method, test, share, seed, **{"held_right": held, "regime": "few_shot", **more})
+
+
+FEW = [answered("zero_shot", 14, 69.0), answered("few_shot", 18, 61.5), answered("best", 17, 78.0)]
+
+
+def test_one_example_is_a_tie_and_goes_to_the_favoured_method():
+    """The wrong verdict that was seen: few-shot fine-tuning by 90 to 85 on 20 fold answers, 61.5 to 78.0 on test."""
+    verdict = judge(FEW)
+    assert verdict["method"] == "best" and verdict["tie"] and verdict["tied"] == ["few_shot", "zero_shot"]
+    assert verdict["lead"]["points"] == pytest.approx(-5) and verdict["lead"]["low"] < 0 < verdict["lead"]["high"]
+    assert "20 answers are too few to tell it from few_shot (-5.0 points, 95% interval" in verdict["text"]
+    assert verdict["advice"].startswith("Ship best (a tie with few_shot")
+
+
+def test_nothing_below_the_target_is_named():
+    below = [answered("zero_shot", 14, 69.0), answered("few_shot", 16, 61.5), answered("best", 13, 78.0)]
+    verdict = judge(below)
+    assert verdict["method"] == "zero_shot" and verdict["refused"] == "few_shot"
+    assert verdict["advice"] == "Do not transport: keep the target as it is."
+    assert "few_shot is 7.5 points below" in verdict["text"] and "Ship" not in verdict["text"]
+
+
+def test_a_clear_lead_is_no_tie():
+    clear = [answered("zero_shot", 60, 50, 200), answered("few_shot", 190, 90, 200), answered("best", 150, 75, 200)]
+    verdict = judge(clear)
+    assert verdict["method"] == "few_shot" and not verdict["tie"]
+    assert "leads best by +20.0 points, 95% interval +1" in verdict["text"]
+
+
+def test_more_answers_make_the_interval_narrower_and_two_seeds_of_one_validation_split_are_not_twice_as_many():
+    few, many = (
+        lead([answered("best", 9 * n, 70, 10 * n)], [answered("few_shot", 8 * n, 70, 10 * n)]) for n in (1, 40)
+    )
+    assert few.tied and not many.tied and few.points == many.points == pytest.approx(10)
+    validation = {"regime": "validation"}
+    ours = [answered("best", 18, 70, seed=seed, **validation) for seed in (0, 1)]
+    theirs = [answered("few_shot", 16, 70, seed=seed, **validation) for seed in (0, 1)]
+    assert lead(ours, theirs) == lead(ours[:1], theirs[:1])
+    assert lead(ours, [{**entry, "held_right": None} for entry in theirs]) is None
+
+
+def test_answers_come_back_from_a_results_file():
+    assert unpacked(packed("0011010")) == [0, 0, 1, 1, 0, 1, 0]
+    assert packed("") is None
+
+
+@pytest.mark.parametrize("case", ["one example", *CASES])
+def test_headline_text_and_command_agree(case):
+    rows = CASES[case][0] if case in CASES else FEW
+    from gradfix.commands.configs import CompareConfig
+    from gradfix.commands.verdict import ship_command
+    from gradfix.report.sections import headline
+
+    verdict = Results.build(rows, versions={}).verdict
+    config = CompareConfig(base="a", tuned="b", target="c", data="d", task="causal")
+    command, advice = ship_command(config, verdict), headline(verdict)
+    assert verdict["text"].startswith(advice)
+    if verdict["method"] == "zero_shot":
+        assert command is None and advice.startswith("Do not transport")
+    else:
+        assert command.endswith(f"--method {verdict['method']}") and advice.startswith(f"Ship {verdict['method']}")
+        assert "do not" not in verdict["text"].lower()
+
+
+def test_a_choice_by_folds_is_scored_by_the_other_folds():
+    """Ten settings of pure chance: their best looks good on the folds that chose it, and is not."""
+    flips = random.Random(0)
+    settings = []
+    for _ in range(40):
+        folds = [[flips.random() < 0.5 for _ in range(4)] for _ in range(5)]
+        scores = [Score(sum(f), float(4 - sum(f)), 4, "".join("01"[hit] for hit in f)) for f in folds]
+        settings.append(sum(scores[1:], scores[0]))
+    best, worth = max(score.accuracy for score in settings), of_the_choice(settings)
+    assert best >= 70 and worth.accuracy < best - 10 and worth.count == 20 == len(worth.marks)
+    whole = [Score(score.right, score.loss_sum, score.count, score.marks) for score in settings]
+    assert of_the_choice(whole).accuracy == best  # a validation split has no folds to choose by

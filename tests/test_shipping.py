@@ -179,7 +179,7 @@ def test_a_verdict_that_does_not_fit_is_refused(
     keep = judged(folder, method="zero_shot", transport=False, advice="Do not transport: keep the target as it is.")
     cases = [
         (keep, ["--shots", "2"], 6, "Do not transport: keep the target as it is. Nothing was written."),
-        ("results.json", [], 2, "has verdicts for 2 examples per class, not for 5; choose one by --shots"),
+        ("results.json", ["--shots", "5"], 2, "has verdicts for 2 examples per class, not for 5; choose one by --shots"),
         ("results.json", ["--shots", "2", "--mask", "force"], 2, "leave --method and --mask out"),
         ("results.json", ["--shots", "2", "--target", "old-base"], 4, "on other weights than these (--target)"),
         ("results.json", ["--shots", "2", "--validation", "none"], 2, "this transport chooses by folds"),

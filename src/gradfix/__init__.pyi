@@ -2,7 +2,17 @@ from gradfix._version import __version__ as __version__
 from gradfix.align import ALIGNERS as ALIGNERS, Alignment as Alignment
 from gradfix.checkpoints.open import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
 from gradfix.checkpoints.write import verify as verify
-from gradfix.errors import GradfixError as GradfixError
+from gradfix.data.load import load_data as load_data
+from gradfix.errors import (
+    CorruptInput as CorruptInput,
+    DataError as DataError,
+    GradfixError as GradfixError,
+    IncompatibleCheckpoints as IncompatibleCheckpoints,
+    Locked as Locked,
+    OutputError as OutputError,
+    UnsafeResult as UnsafeResult,
+    UsageError as UsageError,
+)
 from gradfix.merging.folders import merge_checkpoints as merge_checkpoints
 from gradfix.merging.memory import (
     MERGES as MERGES,
@@ -12,10 +22,12 @@ from gradfix.merging.memory import (
     merge_then_mask as merge_then_mask,
 )
 from gradfix.methods.comparison import compare as compare
+from gradfix.methods.results import Results as Results
+from gradfix.report.tracking import track as track
 from gradfix.stream.checkpoint import transport_checkpoint as transport_checkpoint
-from gradfix.tasks.base import TASKS as TASKS
+from gradfix.tasks.base import TASKS as TASKS, Bound as Bound, Task as Task
 from gradfix.tasks.scoring import evaluate as evaluate
-from gradfix.training.best import best as best
+from gradfix.training.best import Best as Best, best as best
 from gradfix.training.finetuning import finetune as finetune
 from gradfix.vectors.masks import MASKS as MASKS
 from gradfix.vectors.scale import ScaleCurve as ScaleCurve, search_scale as search_scale

@@ -95,7 +95,7 @@ def test_a_disk_without_room_is_known_before_the_first_byte(world: World, monkey
     vectors = [{"base": str(world.base), "tuned": str(world.tuned)}]
     recipe.write_text(json.dumps({"target": str(world.target), "vectors": vectors, "method": "task_arithmetic"}))
     said = say(["merge", str(recipe), "--out", str(world.out)])
-    assert said.code == 8 and "GiB free" in said.err and "are needed" in said.err
+    assert said.code == 8 and "10 bytes free" in said.err and "1.1 MiB are needed" in said.err
     assert set(left_behind(world.home, before)) == {str(recipe)}
 
 

@@ -134,7 +134,7 @@ def test_the_verdict_comes_first(page):
 
 def test_the_page_says_where_a_baseline_wins():
     assert "A baseline wins here" in render_html(results(winner="few_shot"))
-    assert "Do not transport" in render_html(results(winner="few_shot"))
+    assert "does better than moving the old fine-tune" in render_html(results(winner="few_shot"))
     assert "A baseline wins here" not in render_html(results())
 
 

@@ -55,7 +55,7 @@ def staged_folder(out: Path, *, overwrite: bool = False, need_bytes: int = 0, ke
         refuse_occupied(out, overwrite)
         staging = _staging_path(out, key)
         _remove_stale(out, keep=staging)
-        _check_space(out.parent, need_bytes - _bytes_in(staging))
+        check_space(out.parent, need_bytes - _bytes_in(staging))
         try:
             staging.mkdir(exist_ok=True)
             yield staging
@@ -195,10 +195,22 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _check_space(folder: Path, need: int) -> None:
-    free = shutil.disk_usage(folder).free
+def check_space(folder: Path, need: int) -> None:
+    """Raise where the disk of a folder, made or not, has no room for so many bytes."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
     if need > free:
-        raise OutputError(f"{folder} has {free / 2**30:.1f} GiB free, {need / 2**30:.1f} GiB are needed.")
+        raise OutputError(
+            f"the disk of {folder} has {_size(free)} free, {_size(need)} are needed. Free some, or give an --out elsewhere."
+        )
+
+
+def _size(count: int) -> str:
+    """Bytes for people, small numbers too."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
 
 
 def _swap(staging: Path, out: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from gradfix.cli.console import Printer, asker
+from gradfix.cli.helping import GroupedCommand
 from gradfix.cli.options import command
 from gradfix.commands import configs
 from gradfix.errors import UsageError
@@ -29,7 +30,7 @@ def build(explained: type[Any] | None = None) -> typer.Typer:
     )
     app.callback(help=ABOUT)(_root)
     for name, (kind, body) in COMMANDS.items():
-        app.command(name, help=kind.__doc__)(command(kind, body, explained=kind is explained))
+        app.command(name, cls=GroupedCommand, help=kind.__doc__)(command(kind, body, explained=kind is explained))
     return app
 
 
@@ -52,14 +53,22 @@ def _transport(config: configs.TransportConfig, out: Printer) -> None:
     with out.stages() as stage:
         result = run_transport(config, stage)
     out.json(result.as_json())
-    rows = [("alpha", f"{result.alpha:g}"), ("chosen by", result.regime)]
+    rows = []
+    if result.along is not None:
+        rows.append(("lessons began at", result.along.words()))
+    elif result.regime != "recipe" or result.alpha == 0:
+        rows += [("alpha", f"{result.alpha:g}"), ("chosen by", result.regime)]
     if result.margin is not None:
         rows.append(("margin", f"{result.margin:g}"))
-    if result.report is not None:
-        rows.append(("kept", f"{result.report.kept:.1%}"))
+    if result.report is not None and result.report.kept < 1:
+        rows.append(("share of the vector", f"{result.report.kept:.1%}"))
     if result.fewshot_loss_before is not None and result.fewshot_loss_after is not None:
         rows.append(("few-shot loss", f"{result.fewshot_loss_before:.4f} -> {result.fewshot_loss_after:.4f}"))
     before, after = result.test_before, result.test_after
+    if result.had is not None:
+        rows.append(
+            ("what you had", f"{result.had['accuracy']:.2f} (test {result.measure}, the old fine-tune on its base)")
+        )
     if before and after:
         rows.append((f"test {result.measure}", f"{before['accuracy']:.2f} -> {after['accuracy']:.2f}"))
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)

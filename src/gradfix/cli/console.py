@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED = 100_000  # columns of a pager or a file: nothing is folded there
+QUICK_SECONDS = 5.0  # a run that takes no longer has no progress to tell
+EVERY_SECONDS = 10.0  # between two lines about one step
 READABLE = 12  # the narrowest first column worth folding into
 
 
@@ -72,28 +75,97 @@ class Printer:
             table(title, header, rows)
 
     @contextlib.contextmanager
-    def stages(self) -> Iterator[Callable[[str], None]]:
-        """A spinner that names the current step; silent when stderr is no terminal."""
+    def stages(self) -> Iterator[Callable[..., None]]:
+        """A spinner that names the current step; without a terminal a line for every finished one."""
         console = Console(stderr=True)
-        if self.quiet or not console.is_terminal:
-            yield lambda _: None
-            return
-        with console.status("starting") as status:
-            yield status.update
+        if self.quiet:
+            yield lambda *_: None
+        elif not console.is_terminal:
+            log = StepLog()
+            yield log
+            log.finish()
+        else:
+            with console.status("starting") as status:
+                yield lambda text, lane="": status.update(Text(_plain(text)))
 
     @contextlib.contextmanager
     def bar(self, name: str, total: int | None, *, shown: bool = True) -> Iterator[Callable[[int], None]]:
-        """A progress bar with the time left; silent when stderr is no terminal."""
+        """A progress bar with the time left; without a terminal a line now and then, and one at the end."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        if self.quiet or not shown or not console.is_terminal:
+        if self.quiet or not shown:
             yield lambda _: None
+        elif not console.is_terminal:
+            log = StepLog()
+            log(name)
+            yield _Count(log, name, total)
+            log.finish()
+        else:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=console, transient=True) as progress:
+                task = progress.add_task(name, total=total)
+                yield lambda amount: progress.advance(task, amount)
+
+
+class StepLog:
+    """Progress for a file: a line for every finished step with its seconds, and for a long one where it stands.
+
+    Steps of different lanes run side by side. A run of a few seconds says nothing: what is said first is held back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self._began, self._said = clock, clock(), clock()
+        self._waiting: list[str] = []
+        self._steps: dict[str, tuple[str, float]] = {}
+
+    def __call__(self, step: str, lane: str = "") -> None:
+        """The last step of the lane is done, this one begins."""
+        if lane:
+            self._end("")
+        self._end(lane)
+        self._steps[lane] = (step, self.clock())
+
+    def update(self, text: str) -> None:
+        """How far the step is; said now and then."""
+        now = self.clock()
+        if now - self._said >= EVERY_SECONDS:
+            self._say(text, now)
+
+    def finish(self) -> None:
+        for lane in list(self._steps):
+            self._end(lane)
+
+    def _end(self, lane: str) -> None:
+        if lane in self._steps:
+            step, begun = self._steps.pop(lane)
+            self._say(f"{step}: {self.clock() - begun:.1f} s", self.clock())
+
+    def _say(self, line: str, now: float) -> None:
+        self._said = now
+        self._waiting.append(line)
+        if now - self._began < QUICK_SECONDS:
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(name, total=total)
-            yield lambda amount: progress.advance(task, amount)
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        for waiting in self._waiting:
+            console.print(Text(_plain(waiting)))
+        self._waiting.clear()
+
+
+class _Count:
+    """Counts units for the log; the pace so far says how long the rest takes."""
+
+    def __init__(self, log: StepLog, name: str, total: int | None) -> None:
+        from gradfix.system.meter import Countdown
+
+        self.name, self.total, self.done = name, total, 0
+        self.log, self.countdown = log, Countdown(log.update)
+
+    def __call__(self, amount: int) -> None:
+        self.done += amount
+        if self.total is None:
+            self.log.update(f"{self.name} {self.done}")
+        else:
+            self.countdown(self.name, self.done, self.total)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

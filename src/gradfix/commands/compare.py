@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,16 @@ from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
 from gradfix.commands.guard import halving_batches, in_notes
-from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
-from gradfix.data import Dataset, Row, few_shot
+from gradfix.commands.setting import (
+    NO_VALIDATION,
+    device_of,
+    make_task,
+    read_data,
+    unseen_unlabelled,
+    used_note,
+    with_shots,
+)
+from gradfix.data import Dataset, Row, few_shot, without_duplicates
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.methods.comparison import compare
 from gradfix.methods.methods import METHODS
@@ -21,6 +30,7 @@ from gradfix.methods.results import Results
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
+from gradfix.system.meter import Countdown
 
 # Options that the command and `gradfix.compare` call by one name.
 SAME = (
@@ -46,7 +56,7 @@ def run_compare(
         parse(config.track)  # a missing tracker is better known before the work than after
     heal_torchvision()
     stage("reading examples")
-    dataset, validation, unlabelled = _examples(config)
+    config, dataset, validation, unlabelled = _examples(config)
     results = compare(
         **{name: getattr(config, name) for name in SAME},
         data=dataset,
@@ -59,7 +69,7 @@ def run_compare(
         dtype=torch_dtype(config.dtype),
         device=device_of(config.device),
         command=command_line("compare", config),
-        progress=lambda what, done, total: stage(f"{what} ({done}/{total})"),
+        progress=Countdown(stage),
     )
     if config.report:
         write_report(results, config.report)
@@ -68,19 +78,41 @@ def run_compare(
     return results
 
 
-def _examples(config: CompareConfig) -> tuple[Dataset, Any, list[Row] | None]:
-    """The data, what choices are made on, and inputs without labels."""
+def _examples(config: CompareConfig) -> tuple[CompareConfig, Dataset, Any, list[Row] | None]:
+    """The options with their budgets, the data, what choices are made on, and inputs without labels."""
     dataset = read_data(config.data, config)
+    splits: dict[str, list[Row] | None] = {name: dataset.splits.get(name) for name in ("train", "validation", "test")}
     validation: Any = "auto" if config.validation is None else config.validation
-    if validation not in ("auto", NO_VALIDATION):
+    if validation == NO_VALIDATION:
+        splits["validation"] = None
+    elif validation != "auto":
         validation = read_data(str(config.validation), config, labels=dataset.labels)
-    return dataset, validation, read_unlabelled(config.unlabelled, config) if config.unlabelled else None
+        splits["validation"] = validation.pick("validation", "train")
+    kept, notes = without_duplicates(splits, config.drop_duplicates)
+    if isinstance(validation, Dataset):
+        validation = replace(validation, splits={"validation": kept["validation"] or []})
+    if config.drop_duplicates is not None:
+        rest = {name: rows for name, rows in kept.items() if rows is not None}
+        dataset = replace(dataset, splits={**dataset.splits, **rest}, notes=(*dataset.notes, *notes))
+    unlabelled = unseen_unlabelled(config, dataset.splits.get("test")) if config.unlabelled else None
+    config = with_shots(config, dataset.pick("train") if "train" in dataset.splits else ())
+    return config, _said(dataset, config), validation, unlabelled
+
+
+def _said(dataset: Dataset, config: CompareConfig) -> Dataset:
+    """The data with a note on how much of it the budgets use."""
+    train = dataset.splits.get("train")
+    if train is None:  # read_splits refuses it
+        return dataset
+    labels = list(dataset.labels)
+    used = [len(few_shot(train, shots, 0, config.allow_fewer, labels)) for shots in config.shots]
+    return replace(dataset, notes=(*dataset.notes, *(used_note(count, len(train)) for count in used)))
 
 
 def plan_compare(config: CompareConfig) -> str:
     """Everything a comparison does before its first method runs: what it would refuse is refused here."""
     heal_torchvision()
-    dataset, validation, unlabelled = _examples(config)
+    config, dataset, validation, unlabelled = _examples(config)
     splits, _ = read_splits(dataset, validation, unlabelled)
     task = make_task(config, dataset)
     methods = config.methods or tuple(METHODS)

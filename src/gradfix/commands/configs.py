@@ -38,6 +38,9 @@ SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's g
 METHODS = "gradfix.methods.methods:METHODS"
 ENGINE = "Vote engine; auto takes the fastest that the model allows."
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
+DUPLICATES = "Examples that stand in train and in test: take them out of train, or of test, instead of refusing them."
+MOST_SHOTS = 50  # labelled examples per class that are used where nobody says how many
+SHOTS = f"Labelled examples per class; by default all there are, up to {MOST_SHOTS} per class."
 DRY_RUN = "Check everything and say what would be done; write nothing."
 
 
@@ -76,6 +79,9 @@ class DataOptions:
     architecture: str | None = option("open_clip: the architecture of a bare weights file, e.g. ViT-B-16.")
     scoring: str | None = option("seq2seq and causal: likelihood, generate or (causal) exact.")
     freeze_head: bool = option("Classification: leave the head out of votes and training.", False)
+    label_names: tuple[str, ...] = option("Labels that are numbers: the names of the classes, that of 0 first.", ())
+    encoding: str | None = option("Encoding of text files (default: utf-8), e.g. cp1252.")
+    separator: str | None = option("Sign between the columns of a .csv file (default: ,), e.g. ';'.")
     drop_unlabelled: bool = option("Skip rows without a label instead of refusing them.", False)
     batch_size: int = option("Samples per pass; affects speed, not the votes.", 16, least=1)
     dtype: str = option("Precision the model computes in: fp32, bf16, fp16, fp64.", "fp32")
@@ -85,10 +91,11 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShotOptions(DataOptions):
-    shots: int = option("Labelled examples per class.", 5)
+    shots: int | None = option(SHOTS)
     seed: int = option("Seed of every random choice.", 0, **SEEDS)
     select: str = option("How the examples are chosen.", "random", choices="gradfix:SELECTORS")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
+    drop_duplicates: str | None = option(DUPLICATES)
     engine: str = option(ENGINE, "auto", choices="gradfix:ENGINES")
     auto_batch: bool = option(AUTO_BATCH, False)
 
@@ -146,7 +153,8 @@ class TransportConfig(TrioOptions, ShotOptions):
 
     out: str = option("Folder to write.", required=True)
     method: str | None = option(
-        "A method of compare (best, our recipe, by default), or mask: the options below, as where one of them is given.",
+        "How it is moved: best, our recipe, by default; gradfix is the paper's way, and so is giving one of its options "
+        "(--mask, --alpha, --margin, --vote, --votes) without a name.",
         choices=METHODS,
     )
     verdict: str | None = option("results.json of a compare on these inputs: ship the method it says.")
@@ -181,6 +189,7 @@ class FinetuneConfig(DataOptions):
     warmup: float = option("Share of the steps spent warming up.", 0.1)
     seed: int = option("Seed of every random choice.", 0, **SEEDS)
     shots: int | None = option("Use only this many examples per class.")
+    drop_duplicates: str | None = option(DUPLICATES)
     new_head: bool = option("Classification: put a new head on a model that has none.", False)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     dry_run: bool = option(DRY_RUN, False)
@@ -222,13 +231,14 @@ class CompareConfig(TrioOptions, DataOptions):
     target_tuned: str | None = option("A full fine-tune of the target, for the oracle and the upper line.")
     finetune_target: bool = option("Fine-tune the target on the train split when no --target-tuned is given.", False)
     finetune_steps: int = option("Steps of that fine-tune.", 400, least=1)
-    shots: tuple[int, ...] = option("Labelled examples per class, one or more budgets.", (5,))
+    shots: tuple[int, ...] = option(f"{SHOTS} Several budgets may be given.", ())
     seeds: tuple[int, ...] = option("Seeds.", (0,), **SEEDS)
     methods: tuple[str, ...] = option("Methods to compare; all by default.", (), choices=METHODS)
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for the method 'best'.")
     engine: str = option(ENGINE, "auto", choices="gradfix:ENGINES")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
+    drop_duplicates: str | None = option(DUPLICATES)
     auto_batch: bool = option(AUTO_BATCH, False)
     work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
     report: str | None = option("HTML report to write.")
@@ -245,7 +255,7 @@ class DemoConfig:
     unpack: str | None = option("Only write the embedded models and data into this folder, to play with.")
     report: str | None = option("HTML page to write.", "gradfix-demo.html")
     shots: int = option("Labelled examples per class.", 5)
-    seeds: tuple[int, ...] = option("Seeds.", (0, 1, 2), **SEEDS)
+    seeds: tuple[int, ...] = option("Seeds; one keeps the demo under a minute.", (0,), **SEEDS)
     dry_run: bool = option("Say what would be written; write nothing.", False)
 
 
@@ -324,7 +334,7 @@ class PushConfig:
 
 
 INITIALISED = {"transport": TransportConfig, "compare": CompareConfig}  # and merge, whose YAML is a recipe
-PLENTY = ("base", "tuned", "data", "shots", "seeds", "methods", "text_column", "templates")
+PLENTY = ("base", "tuned", "data", "shots", "seeds", "methods", "text_column", "templates", "label_names")
 
 
 def _union() -> list[tuple[str, Any, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import queue
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -14,14 +16,15 @@ from typing import Any
 from gradfix._compat import heal_torchvision
 from gradfix.commands.configs import DemoConfig
 from gradfix.methods.results import Results
+from gradfix.system.meter import Countdown
 
-METHODS = ("zero_shot", "naive", "one_step", "few_shot", "gradfix", "veto", "oracle", "fine_tuned")
+METHODS = ("zero_shot", "naive", "few_shot", "gradfix", "best", "fine_tuned")
 PAIRS = ("unrelated", "related")
 # Of the shipped images, classes taking turns: enough to choose and to judge, and the demo stays under a minute.
-IMAGES = {"validation": 150, "test": 400}
+IMAGES = {"validation": 250, "test": 400}
 
 
-def run_demo(config: DemoConfig, stage: Callable[[str], None] = lambda _: None) -> Results:
+def run_demo(config: DemoConfig, stage: Callable[..., None] = lambda *_: None) -> Results:
     """Materialise the embedded models as real checkpoints, then compare on both pairs, a process each."""
     from gradfix import pocket
     from gradfix.report import write_report
@@ -29,9 +32,8 @@ def run_demo(config: DemoConfig, stage: Callable[[str], None] = lambda _: None) 
     with tempfile.TemporaryDirectory(prefix="gradfix-demo-") as folder:
         stage("unpacking the embedded models")
         paths = pocket.materialise(folder)
-        stage("comparing eight methods on two pairs of models")
         jobs = [(pair, paths[pair], paths["tasks"][pocket.PRIMARY], config) for pair in PAIRS]
-        parts = _side_by_side(jobs)
+        parts = _side_by_side(jobs, stage)
     results = Results.merge(parts)
     if config.report:
         write_report(results, config.report, title="gradfix demo")
@@ -52,18 +54,39 @@ def unpack(folder: str) -> list[Path]:
 
 
 Job = tuple[str, dict[str, Path], Path, DemoConfig]
+Told = tuple[str, str, int, int]  # pair, what is done now, units done, units in all
 
 
-def _side_by_side(jobs: list[Job]) -> list[Results]:
+def _side_by_side(jobs: list[Job], stage: Callable[..., None]) -> list[Results]:
     """Small models gain nothing from more threads, so the cores are used by processes."""
+    done: dict[str, int] = {}
+    countdown = Countdown(stage)
+
+    def tell(told: Told) -> None:
+        pair, what, done[pair], total = told
+        whole = total * len(jobs)  # both pairs run the same methods
+        stage(countdown.text(f"{pair} pair: {what}", sum(done.values()), whole), pair)
+
     if (os.cpu_count() or 1) < len(jobs):
-        return [_compare_pair(job) for job in jobs]
+        return [_compare_pair(job, tell) for job in jobs]
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(jobs), mp_context=spawn) as pool:
-        return list(pool.map(_compare_pair, jobs))
+    news: Any = spawn.Queue()
+    with ProcessPoolExecutor(len(jobs), mp_context=spawn, initializer=_listen, initargs=(news,)) as pool:
+        futures = [pool.submit(_compare_pair, job) for job in jobs]
+        while not all(future.done() for future in futures):
+            with contextlib.suppress(queue.Empty):
+                tell(news.get(timeout=0.2))
+        return [future.result() for future in futures]
 
 
-def _compare_pair(job: Job) -> Results:
+_news: list[Any] = []  # in a process of the pool: where to tell how far it is
+
+
+def _listen(news: Any) -> None:
+    _news.append(news)
+
+
+def _compare_pair(job: Job, tell: Callable[[Told], None] | None = None) -> Results:
     pair, paths, data, config = job
     heal_torchvision()
     import torch
@@ -76,6 +99,7 @@ def _compare_pair(job: Job) -> Results:
     inputs: dict[str, Any] = dict(paths)
     dataset = load_data(data)
     splits = {name: rows[: IMAGES.get(name)] for name, rows in dataset.splits.items()}
+    say = tell if tell is not None else _news[0].put if _news else lambda _: None
     return compare(
         **inputs,
         data=replace(dataset, splits=splits),
@@ -87,4 +111,5 @@ def _compare_pair(job: Job) -> Results:
         batch_size=50,
         pair=pair,
         command="gradfix demo",
+        progress=lambda what, done, total: say((pair, what, done, total)),
     )

@@ -11,7 +11,7 @@ from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.configs import FinetuneConfig, given
 from gradfix.commands.guard import sole_writer
-from gradfix.commands.setting import Prepared, setting
+from gradfix.commands.setting import Prepared, apart, setting
 from gradfix.data import Row, check_disjoint, few_shot
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.loading import ADAPTER_CONFIG
@@ -29,7 +29,7 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
     source, out = open_checkpoint(config.model), Path(config.out)
     refuse_inside(out, [source.path] if source.path else [])
     refuse_occupied(out, config.overwrite)
-    start = setting(config)
+    start = apart(setting(config), config.drop_duplicates)
     rows, notes = _training_rows(start, config)
     if config.dry_run:
         start.open(config.model)

@@ -105,7 +105,7 @@ def _fill(command: str, values: dict[str, Any], ask: Ask) -> None:
     for name in (*ASKED, "out"):
         if name in values or (command == "merge" and name == "report") or (command == "compare" and name == "out"):
             continue
-        default = {"shots": "5", "out": OUT.get(command), **_guessed_task(values)}.get(name)
+        default = {"out": OUT.get(command), **_guessed_task(values)}.get(name)
         answer = ask(help_text(_SHARED[name]), default, ())
         if answer:
             values[name] = answer

@@ -1,62 +1,108 @@
-"""The report of a single transport: the target before and after, on the same kind of page as a comparison.
+"""The result of a single transport, and its page: what you had, the target before and after, and how it got there.
 
 It says what was done and measured; what other methods would have done, nobody measured."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradfix.checkpoints.folder import versions
 from gradfix.commands.asked import Asked
 from gradfix.commands.configs import TransportConfig, command_line
+from gradfix.commands.setting import Shots
 from gradfix.errors import DataError
-from gradfix.methods.method import FLOOR
+from gradfix.methods.method import FLOOR, Outcome
 from gradfix.methods.methods import METHODS
 from gradfix.methods.results import Results
+from gradfix.stream.checkpoint import StreamReport
 from gradfix.vectors.diagnostics import kept_by_block
 
-if TYPE_CHECKING:
-    from gradfix.commands.transport import TransportResult
+STARTS = {
+    "plain": ("main", "along the vector as it is"), "coordinates": ("second", "along the vector in the target's coordinates"),
+}  # fmt: skip
 
 
-def write_page(wanted: Asked, result: TransportResult, samples: int) -> Path:
+@dataclass(frozen=True)
+class Along:
+    """How far a recipe went along the vector before its first step: by which start, and what else was tried.
+
+    A curve holds alphas and how far the answers there are from the old fine-tune's."""
+
+    start: str
+    alpha: float
+    curves: dict[str, list[tuple[float, float | None]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Along | None:
+        parts = outcome.parts
+        if "start" not in parts or outcome.update is None:
+            return None
+        curves = {name: [tuple(point) for point in found["curve"]] for name, found in parts["starts"].items()}
+        return cls(parts["start"], parts["start_alpha"], curves)
+
+    def words(self) -> str:
+        if self.start == "none":
+            return "the target itself"
+        way = STARTS.get(self.start, ("", self.start))[1]
+        return f"alpha {self.alpha:g} {way}"
+
+
+@dataclass(frozen=True)
+class TransportResult:
+    """What was written, and what it measured."""
+
+    out: Path
+    alpha: float
+    margin: float | None
+    regime: str  # what chose alpha: "given", "validation", "few_shot" or "recipe"
+    report: StreamReport | None
+    curve: list[tuple[float, float]] | None  # alpha and the score where it was chosen
+    test_before: dict[str, float] | None
+    test_after: dict[str, float] | None
+    fewshot_loss_before: float | None
+    fewshot_loss_after: float | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    measure: str = "accuracy"  # what the share of right answers is called
+    had: dict[str, float] | None = None  # the old fine-tune on its own base, on test
+    along: Along | None = None
+    flops: float | None = None
+    changed: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        content = {name: value for name, value in vars(self).items() if name not in ("report", "changed", "along")}
+        kept = self.report.kept if self.report else None
+        along = None if self.along is None else {"start": self.along.start, "alpha": self.along.alpha}
+        return dict(_finite({**content, "out": str(self.out), "kept": kept, "along": along}))
+
+
+def _finite(content: Any) -> Any:
+    """The same content for JSON, which has no NaN and no infinity: null instead."""
+    if isinstance(content, Mapping):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def write_page(wanted: Asked, result: TransportResult, shots: Shots) -> Path:
     """HTML and Markdown; needs a test split, because a page without a measurement would say nothing."""
     from gradfix.report import write_report
 
-    return write_report(page_results(wanted, result, samples), str(wanted.config.report), title="Transport")
+    return write_report(page_results(wanted, result, shots), str(wanted.config.report), title="Transport")
 
 
-def page_results(wanted: Asked, result: TransportResult, samples: int) -> Results:
+def page_results(wanted: Asked, result: TransportResult, shots: Shots) -> Results:
     config, name, traits = wanted.config, wanted.name, wanted.method.traits
     if result.test_before is None or result.test_after is None:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
-    shared: dict[str, Any] = {
-        "pair": None, "measure": result.measure, "task": Path(config.data).name, "shots": config.shots,
-        "seed": config.seed, "recovered": None, "regime": result.regime, "validation_accuracy": None,
-        "loss_before": result.fewshot_loss_before, "slope": None, "flops": None, "samples": samples,
-        "test_samples": int(result.test_before["samples"]), "margin": None, "kept": None,
-    }  # fmt: skip
-    before = shared | {
-        "method": FLOOR, "accuracy": result.test_before["accuracy"], "alpha": 0.0, "seconds": 0.0,
-        "test_loss": result.test_before["loss"], "loss_after": result.fewshot_loss_before, "notes": [],
-    }  # fmt: skip
-    after = shared | {
-        "method": name, "accuracy": result.test_after["accuracy"], "alpha": result.alpha, "margin": result.margin,
-        "seconds": sum(result.seconds.values()), "test_loss": result.test_after["loss"],
-        "loss_after": result.fewshot_loss_after, "kept": result.report.kept if result.report else None,
-        "notes": list(result.notes),
-    }  # fmt: skip
-    where = {"pair": None, "shots": config.shots, "seed": config.seed, "method": name}
-    details: dict[str, Any] = {"curves": [], "kept": []}
-    if result.curve:
-        details["curves"].append({**where, **_curve(wanted, result)})
-    tensors = result.report.tensors if result.report else {}
-    moved = {n: t["kept"] for n, t in tensors.items() if t["fate"] == "transported"}
-    if moved:
-        details["kept"].append({**where, "blocks": kept_by_block(moved, dict.fromkeys(moved, 1))})
-    kind = "Trained" if traits.stays else "Transported"
+    where: dict[str, Any] = {"pair": None, "shots": shots.per_class, "seed": config.seed, "method": name}
+    before, after = _rows(wanted, result, shots)
+    kind = "Trained" if traits.stays else "Moved"
     titles = {
         FLOOR: METHODS[FLOOR].title,
         name: f"{kind} ({wanted.masked.mask if wanted.masked is not None else name})",
@@ -64,8 +110,9 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
     # A mask that no method stands for has one curve, and it is the page's main one.
     line = traits.drawn or ("main", name)
     shown = {FLOOR: METHODS[FLOOR].traits.as_json(), name: replace(traits, drawn=line).as_json()}
-    statement = _statement(wanted, result, after, samples)
+    statement = _statement(wanted, result, after, len(shots.fewshot))
     provenance: dict[str, Any] = {"pair": None, "command": command_line("transport", config), "config": {}}
+    had = [{"pair": None, "measure": result.measure, **result.had}] if result.had is not None else []
     return Results(
         rows=[before, after],
         baselines={},
@@ -74,19 +121,68 @@ def page_results(wanted: Asked, result: TransportResult, samples: int) -> Result
         titles=titles,
         traits=shown,
         versions=versions(),
+        curves=[{**where, **curve} for curve in _curves(wanted, result)],
+        kept=[{**where, "blocks": blocks} for blocks in _kept(wanted, result)],
+        changed=[{**where, **result.changed}] if result.changed else [],
+        had=had,
         notes=list(result.notes),
         provenance=[provenance],
-        **details,
     )
 
 
-def _curve(wanted: Asked, result: TransportResult) -> dict[str, Any]:
-    """What the search saw: accuracies to which the loss adds less than half an example."""
-    masked = wanted.masked
-    return {
-        "rule": masked.vote if masked is not None and masked.voted else None, "points": result.curve, "best": result.alpha,
-        "measure": "score", "on": _place(wanted.config, result.regime),
+def _rows(wanted: Asked, result: TransportResult, shots: Shots) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The target before and after, as rows of a comparison."""
+    assert result.test_before is not None and result.test_after is not None
+    config = wanted.config
+    shared: dict[str, Any] = {
+        "pair": None, "measure": result.measure, "task": Path(config.data).name, "shots": shots.per_class,
+        "seed": config.seed, "recovered": None, "regime": result.regime, "validation_accuracy": None,
+        "loss_before": result.fewshot_loss_before, "slope": None, "samples": len(shots.fewshot),
+        "test_samples": int(result.test_before["samples"]),
     }  # fmt: skip
+    before = shared | {
+        "method": FLOOR, "accuracy": result.test_before["accuracy"], "alpha": 0.0, "seconds": 0.0, "flops": None,
+        "test_loss": result.test_before["loss"], "loss_after": result.fewshot_loss_before, "notes": [],
+        "margin": None, "kept": None,
+    }  # fmt: skip
+    after = shared | {
+        "method": wanted.name, "accuracy": result.test_after["accuracy"], "alpha": result.alpha, "margin": result.margin,
+        "seconds": sum(result.seconds.values()), "test_loss": result.test_after["loss"], "flops": result.flops,
+        "loss_after": result.fewshot_loss_after, "kept": result.report.kept if result.report else None,
+        "notes": list(result.notes),
+    }  # fmt: skip
+    return before, after
+
+
+def _kept(wanted: Asked, result: TransportResult) -> list[dict[str, float]]:
+    """By block, where the method drops part of the vector; a map of whole vectors says nothing."""
+    tensors = result.report.tensors if result.report else {}
+    moved = {n: t["kept"] for n, t in tensors.items() if t["fate"] == "transported"}
+    dropped = any(share < 1 for share in moved.values())
+    return [kept_by_block(moved, dict.fromkeys(moved, 1))] if dropped and wanted.masked is not None else []
+
+
+def _curves(wanted: Asked, result: TransportResult) -> list[dict[str, Any]]:
+    """How far along the vector: scores where alpha was chosen, or a recipe's distance from the old fine-tune."""
+    masked = wanted.masked
+    if result.curve:
+        # Accuracies to which the loss adds less than half an example.
+        return [{
+            "rule": masked.vote if masked is not None and masked.voted else None, "points": result.curve,
+            "best": result.alpha, "measure": "score", "on": _place(wanted.config, result.regime),
+        }]  # fmt: skip
+    if result.along is None:
+        return []
+    found = []
+    for name, points in result.along.curves.items():
+        known = [(alpha, value) for alpha, value in points if value is not None]
+        taken = name == result.along.start
+        best = result.along.alpha if taken else None
+        found.append({
+            "rule": None, "points": known, "best": best, "measure": "distance", "line": STARTS.get(name, ("third", name)),
+            "on": "from the old fine-tune's answers (KL divergence)",
+        })  # fmt: skip
+    return found
 
 
 def _place(config: TransportConfig, regime: str) -> str:
@@ -96,28 +192,38 @@ def _place(config: TransportConfig, regime: str) -> str:
     return "held-out folds of the few-shot set" if config.votes is None else "the few-shot set"
 
 
-def _chosen(config: TransportConfig, result: TransportResult) -> str:
+def _went(wanted: Asked, result: TransportResult) -> str:
+    """How far along the vector it went, in words."""
+    config = wanted.config
+    if result.along is not None:
+        return f"Its lessons began at {result.along.words()}, where its answers were nearest to the old fine-tune's."
+    if not wanted.method.traits.scaled and result.alpha:
+        return ""
     if result.regime == "recipe":
-        return "set by the recipe"
+        return f"Alpha {result.alpha:g} was set by the recipe."
     if result.regime == "given" or config.alpha not in (None, "auto"):
-        return "given"
-    return f"chosen on {_place(config, result.regime)}"
+        return f"Alpha {result.alpha:g} was given."
+    return f"Alpha {result.alpha:g} was chosen on {_place(config, result.regime)}."
 
 
 def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], samples: int) -> dict[str, Any]:
     """In the place of a verdict: what was done and what it did on test."""
     assert result.test_before is not None and result.test_after is not None
-    config = wanted.config
     advice = _deed(wanted, result, samples)
     before, now = result.test_before["accuracy"], result.test_after["accuracy"]
+    had = "" if result.had is None else f" You had {result.had['accuracy']:.1f}% on the old base."
+    counts = result.changed.get("counts")
+    answers = f" {counts['repaired']} answers were repaired, {counts['broken']} broken." if counts else ""
     text = (
-        f"{advice} Alpha {result.alpha:g} was {_chosen(config, result)}. Test {result.measure} on {after['test_samples']} "
-        f"examples: {before:.1f}% before, {now:.1f}% after. No other method was tried: that is what gradfix compare is for."
+        f"{advice} {_went(wanted, result)} Test {result.measure} on {after['test_samples']} examples: {before:.1f}% before, "
+        f"{now:.1f}% after.{had}{answers} No other method was tried: that is what gradfix compare is for."
     )
     return {
         "compared": False, "method": after["method"], "measure": result.measure, "accuracy": now, "over_zero_shot": now - before,
-        "recovered": None, "cost_seconds": after["seconds"], "best_on_test": None, "regime": result.regime,
-        "shots": config.shots, "pair": None, "seeds": 1, "advice": advice, "text": text,
+        "had": result.had["accuracy"] if result.had is not None else None, "recovered": None,
+        "cost_seconds": after["seconds"], "cost_parts": dict(result.seconds), "best_on_test": None,
+        "regime": result.regime, "shots": after["shots"], "pair": None, "seeds": 1, "advice": advice,
+        "text": " ".join(text.split()),
     }  # fmt: skip
 
 
@@ -125,7 +231,7 @@ def _deed(wanted: Asked, result: TransportResult, samples: int) -> str:
     config = wanted.config
     tuned, target = Path(config.tuned).name, Path(config.target).name
     if result.alpha == 0:
-        return f"Kept {target} as it is."
+        return f"Left {target} as it is."
     if wanted.method.traits.stays:
         return f"Fine-tuned {target} on {samples} labelled examples; nothing of {tuned} was moved."
     return f"Moved {tuned} onto {target}."

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.write import torch_dtype
-from gradfix.commands.configs import DataOptions, ShotOptions
-from gradfix.data import Dataset, Row, check_disjoint, few_shot, load_data, load_unlabelled
+from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions
+from gradfix.data import (
+    Dataset,
+    Row,
+    check_disjoint,
+    few_shot,
+    load_data,
+    load_unlabelled,
+    without_duplicates,
+    without_overlap,
+)
+from gradfix.data.files import Spelling
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.base import TASKS, Bound, Task
 
 NO_VALIDATION = "none"
+Counted = TypeVar("Counted", bound=ShotOptions | CompareConfig)
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,9 @@ class Shots:
     validation: list[Row] | None
     test: list[Row] | None
     notes: tuple[str, ...]
+    pool: list[Row]  # what the few-shot set was drawn from
+    per_class: int
+    allow_fewer: bool
 
 
 def device_of(name: str | None) -> str:
@@ -68,6 +83,8 @@ def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:
         image_column=options.image_column,
         text_template=options.text_template,
         drop_unlabelled=options.drop_unlabelled,
+        label_names=options.label_names or None,
+        spelling=Spelling(options.encoding, options.separator),
         **more,
     )
 
@@ -79,7 +96,17 @@ def read_unlabelled(source: str, options: DataOptions) -> list[Row]:
         text_column=columns[0] if len(columns) == 1 else columns or None,
         image_column=options.image_column,
         text_template=options.text_template,
+        spelling=Spelling(options.encoding, options.separator),
     )
+
+
+def unseen_unlabelled(options: Any, test: Sequence[Row] | None) -> list[Row]:
+    """The inputs of --unlabelled, none of which the test split knows."""
+    rows = read_unlabelled(options.unlabelled, options)
+    if options.drop_duplicates is not None and test:
+        rows = [rows[index] for index in without_overlap(rows, test)]
+    check_disjoint({"unlabelled": rows, "test": test or ()})
+    return rows
 
 
 def setting(options: DataOptions) -> Prepared:
@@ -112,24 +139,55 @@ def make_task(options: DataOptions, dataset: Dataset) -> Task:
     return kind(dataset.labels, **given)  # type: ignore[call-arg]
 
 
+def apart(start: Prepared, lose: str | None) -> Prepared:
+    """The same data, but what train and test share is left to one of them."""
+    dataset = start.dataset
+    kept, notes = without_duplicates({name: dataset.splits.get(name) for name in ("train", "test")}, lose)
+    splits = {**dataset.splits, **{name: rows for name, rows in kept.items() if rows is not None}}
+    return replace(start, dataset=replace(dataset, splits=splits), notes=(*start.notes, *notes))
+
+
+def with_shots(options: Counted, pool: Sequence[Row]) -> Counted:
+    """The options with a number of examples per class: all there are, up to a limit, where nobody said one."""
+    if options.shots not in (None, ()):
+        return options
+    counts = Counter(str(row.get("label") or "") for row in pool)
+    most = min(MOST_SHOTS, max(counts.values(), default=0))
+    shots: Any = (most,) if isinstance(options, CompareConfig) else most
+    return replace(options, shots=shots, allow_fewer=options.allow_fewer or min(counts.values(), default=0) < most)
+
+
 def draw(start: Prepared, options: ShotOptions, validation: str | None = None, base: str | None = None) -> Shots:
     """The few-shot set of a seed, with validation and test kept apart by content."""
-    pool = start.dataset.pick("train")
-    if pool is start.dataset.splits.get("test"):
+    whole = start.dataset.pick("train")
+    if whole is start.dataset.splits.get("test"):
         raise DataError(
             f"{start.dataset.source} has only a test split; examples are drawn from train. Add a train file."
         )
+    sides: dict[str, list[Row] | None] = {
+        "train": whole, "validation": validation_rows(start, validation), "test": start.dataset.splits.get("test")
+    }  # fmt: skip
+    kept, dropped = without_duplicates(sides, options.drop_duplicates)
+    pool, held, test = kept["train"] or [], kept["validation"], kept["test"]
+    options = with_shots(options, pool)
     teacher_alone = options.shots == 0 and getattr(options, "unlabelled", None) is not None
     indices = [] if teacher_alone else _pick(start, options, pool, base)
     fewshot = [pool[index] for index in indices]
-    held = validation_rows(start, validation)
-    test = start.dataset.splits.get("test")
     parts: dict[str, Sequence[Row]] = {"the few-shot set": fewshot}
     if held is not None:
         parts["validation"] = held
     if test is not None:
         parts["test"] = test
-    return Shots(fewshot, indices, held, test, (*start.notes, *check_disjoint(parts)))
+    notes = (*start.notes, *dropped, *check_disjoint(parts), used_note(len(fewshot), len(pool)))
+    places = {id(row): number for number, row in enumerate(whole)}
+    return Shots(
+        fewshot, [places[id(row)] for row in fewshot], held, test, notes, pool, options.shots or 0, options.allow_fewer
+    )
+
+
+def used_note(count: int, whole: int) -> str:
+    more = "" if count == whole else "; --shots K takes K per class"
+    return f"using {count} of {whole} labelled examples{more}"
 
 
 def validation_rows(start: Prepared, validation: str | None) -> list[Row] | None:
@@ -147,7 +205,7 @@ def validation_rows(start: Prepared, validation: str | None) -> list[Row] | None
 
 def _pick(start: Prepared, options: ShotOptions, pool: list[Row], base: str | None) -> list[int]:
     if options.select == "random":
-        return few_shot(pool, options.shots, options.seed, options.allow_fewer, labels=list(start.dataset.labels))
+        return few_shot(pool, options.shots or 0, options.seed, options.allow_fewer, labels=list(start.dataset.labels))
     if base is None:
         raise UsageError(f"--select {options.select} needs --base: the features come from the old base's encoder.")
     from gradfix.vectors.selection import select
@@ -160,7 +218,7 @@ def _pick(start: Prepared, options: ShotOptions, pool: list[Row], base: str | No
     # Rows without labels are one class, as few_shot has it.
     labels = [str(row.get("label") or "") for row in pool]
     chosen = select(
-        features, labels, per_class=options.shots, method=options.select, seed=options.seed,
+        features, labels, per_class=options.shots or 0, method=options.select, seed=options.seed,
         allow_fewer=options.allow_fewer,
     )  # fmt: skip
     return [int(index) for index in chosen]

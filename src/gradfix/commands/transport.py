@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,20 +19,21 @@ from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import Trio
-from gradfix.checkpoints.write import refuse_inside, refuse_occupied, torch_dtype
+from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
-from gradfix.commands.page import write_page
-from gradfix.commands.setting import Prepared, Shots, device_of, draw, read_unlabelled, setting
+from gradfix.commands.page import Along, TransportResult, write_page
+from gradfix.commands.setting import Prepared, Shots, device_of, draw, setting, unseen_unlabelled
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
-from gradfix.data import check_disjoint
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.methods.changed import changed_examples
 from gradfix.methods.method import Outcome
 from gradfix.methods.opening import (
     fill,
     lenders_of,
+    open_old,
     open_target,
     open_tuned,
     refuse_itself,
@@ -44,6 +44,7 @@ from gradfix.methods.opening import (
 from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Trial
 from gradfix.methods.workfolder import Partials
+from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_kinds, save_lora
 from gradfix.system.meter import Meter
@@ -58,39 +59,6 @@ T = TypeVar("T")
 Stage = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class TransportResult:
-    """What was written, and what it measured."""
-
-    out: Path
-    alpha: float
-    margin: float | None
-    regime: str  # what chose alpha: "given", "validation", "few_shot" or "recipe"
-    report: StreamReport | None
-    curve: list[tuple[float, float]] | None  # alpha and the score where it was chosen
-    test_before: dict[str, float] | None
-    test_after: dict[str, float] | None
-    fewshot_loss_before: float | None
-    fewshot_loss_after: float | None
-    seconds: dict[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    measure: str = "accuracy"  # what the share of right answers is called
-
-    def as_json(self) -> dict[str, Any]:
-        content = {name: value for name, value in vars(self).items() if name != "report"}
-        kept = self.report.kept if self.report else None
-        return dict(_finite({**content, "out": str(self.out), "kept": kept}))
-
-
-def _finite(content: Any) -> Any:
-    """The same content for JSON, which has no NaN and no infinity: null instead."""
-    if isinstance(content, Mapping):
-        return {name: _finite(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
-
-
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, run the method, write, score. Nothing is written before every check has passed."""
@@ -101,7 +69,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     verdict = None
     if config.verdict is not None:
         verdict = read_verdict(config, trio)
-        wanted = asked(replace(config, verdict=None), verdict["method"])
+        wanted = asked(replace(config, verdict=None, shots=verdict["shots"]), verdict["method"])
     assert wanted is not None
     refuse_apart(wanted, trio)
     config = wanted.config
@@ -109,9 +77,13 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
     refuse_occupied(out, config.overwrite)
-    start = setting(config)
+    if config.out_lora is None and not config.dry_run:
+        check_space(out.parent, trio.target.nbytes)  # better known before the work than after
     stage("reading examples")
+    start = setting(config)
     shots = draw(start, config, config.validation, config.base)
+    config = replace(config, shots=shots.per_class, allow_fewer=shots.allow_fewer)
+    wanted = replace(wanted, config=config)
     if verdict is not None:
         shots = follow(verdict, shots, start)
     if config.report and not shots.test:
@@ -167,6 +139,7 @@ class _Transport:
         self.partials = Partials(Path(config.out), settings, not config.dry_run)
         self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
         self.seconds: dict[str, float] = {}
+        self.flops: float | None = None
         self.notes: list[str] = list(shots.notes)
 
     def run(self, verdict: Verdict | None) -> TransportResult:
@@ -193,24 +166,25 @@ class _Transport:
             check_descent(tau, self.trio.base, self.trio.tuned)
         unlabelled = None
         if config.unlabelled:
-            unlabelled = read_unlabelled(config.unlabelled, config)
-            check_disjoint({"unlabelled": unlabelled, "test": shots.test or ()})
+            unlabelled = unseen_unlabelled(config, shots.test)
         trial = Trial(
             self.bound, tau if self.trio.apart is None else None,
             Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
             store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task), judged=False,
         )  # fmt: skip
-        trial.define(trial.set_name(config.shots, config.seed), shots.fewshot)
+        trial.define(trial.set_name(shots.per_class, config.seed), shots.fewshot)
         return trial
 
     def _outcome(self, trial: Trial) -> Outcome:
         run = self.wanted.method.run
         if self.config.votes is not None and self.wanted.masked is not None:
             run = replace(self.wanted.masked, votes=self._votes_from_file(self.config.votes))
+        trial.open_bill()
         with warnings.catch_warnings():  # a few examples of a fold say nothing about the transport itself
             warnings.filterwarnings("ignore", message=".*tensors abstained")
-            outcome = run(trial, trial.support(self.config.shots, self.config.seed))
+            outcome = run(trial, trial.support(self.shots.per_class, self.config.seed))
+        self.flops = trial.bill.total(0.0).flops(trained_weights(self.bound), tokens_seen(trial))
         said = outcome.votes.notes if outcome.votes is not None else ()
         self.notes.extend(note for note in (*trial.notes, *said, *outcome.notes) if note not in self.notes)
         return outcome
@@ -232,24 +206,25 @@ class _Transport:
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=saved)
             update = adapter.approximated
         chosen_by = outcome.chosen_by or trial.regime
-        loss_before, before = self._loss(), self._test_score(trial)
+        loss_before, (before, answers) = self._loss(), self._test(trial)
         held_out = chosen_by != "recipe"
         right = 0.0 if held_out else self._right()
         with dialled(self.bound.model, update) as dial:
             dial.turn(alpha)
-            loss_after, after = self._loss(), self._test_score(trial)
+            loss_after, (after, new_answers) = self._loss(), self._test(trial)
             vouched = held_out or self._right() > right
         self.notes += refuse_broken(loss_after, alpha, config.force)
         if loss_before is not None and loss_after is not None:
             self.notes += refuse_risen(loss_before, loss_after, vouched, config.force)
         self.notes += self.bound.cuts()
         measured: dict[str, Any] = {
-            "labels_per_class": config.shots,
+            "labels_per_class": self.shots.per_class,
             "labelled_examples": len(self.shots.fewshot),
             "chosen_by": chosen_by,
             "fewshot_loss_before": loss_before,
             "fewshot_loss_after": loss_after,
             "measure": self.bound.measure,
+            "had": self._timed("the old fine-tune on test", lambda: self._had(trial)),
             "test_before": before,
             "test_after": after,
         }
@@ -263,10 +238,11 @@ class _Transport:
         result = TransportResult(
             Path(config.out), alpha, outcome.margin, chosen_by, report, curve,
             before, measured["test_after"], loss_before, measured["fewshot_loss_after"], self.seconds,
-            tuple(dict.fromkeys(self.notes)), self.bound.measure,
+            tuple(dict.fromkeys(self.notes)), self.bound.measure, measured["had"], Along.of(outcome), self.flops,
+            changed_examples(self.shots.test or (), self.bound.labels, answers, new_answers) if config.report else {},
         )  # fmt: skip
         if config.report and not config.dry_run:
-            write_page(self.wanted, result, samples=len(self.shots.fewshot))
+            write_page(self.wanted, result, self.shots)
         return result
 
     def _loss(self) -> float | None:
@@ -276,8 +252,17 @@ class _Transport:
     def _right(self) -> float:
         return evaluate(self.bound.model, self.bound, self.fewshot)["accuracy"] if self.fewshot else 0.0
 
-    def _test_score(self, trial: Trial) -> dict[str, float] | None:
-        return trial.score("test").as_json() if self.shots.test else None
+    def _test(self, trial: Trial) -> tuple[dict[str, float] | None, list[int]]:
+        """The score on test and the answers; nothing without a test split."""
+        if not self.shots.test:
+            return None, []
+        score, answers = trial.predictions("test")
+        return score.as_json(), answers
+
+    def _had(self, trial: Trial) -> dict[str, float] | None:
+        found = had(trial, lambda: open_old(self.trio, trial, self.start.task))
+        self.notes.extend(note for note in trial.notes if note not in self.notes)
+        return found
 
     def _heads(self) -> set[str]:
         """Parameters that an adapter holds in full: the model's head, and what the fine-tune lends."""
@@ -308,7 +293,7 @@ class _Transport:
             if coarser:
                 stored = open_checkpoint(folder, base=target)
                 fill(self.bound.model, stored, stored, stored.names())
-                measured.update(fewshot_loss_after=self._loss(), test_after=self._test_score(trial))
+                measured.update(fewshot_loss_after=self._loss(), test_after=self._test(trial)[0])
 
         return look
 

@@ -51,12 +51,12 @@ def read_verdict(config: TransportConfig, trio: Trio) -> Verdict:
     compared = _entry_for(trio, str(file), results.provenance)
     found = [verdict for verdict in results.verdicts if verdict["pair"] == compared.get("pair")]
     budgets = [verdict["shots"] for verdict in found]
-    if config.shots not in budgets:
+    if config.shots not in budgets and (config.shots is not None or len(budgets) > 1):
         raise UsageError(
-            f"{file} has verdicts for {' and '.join(map(str, budgets))} examples per class, not for {config.shots}; "
-            "choose one by --shots."
+            f"{file} has verdicts for {' and '.join(map(str, budgets))} examples per class"
+            f"{'' if config.shots is None else f', not for {config.shots}'}; choose one by --shots."
         )
-    verdict = found[budgets.index(config.shots)]
+    verdict = found[0 if config.shots is None else budgets.index(config.shots)]
     if _keeps_the_target(verdict):
         raise UnsafeResult(f"the verdict of {file}: {verdict['advice']} Nothing was written.")
     return {**verdict, "compared": compared}
@@ -94,7 +94,7 @@ def refuse_other_bound(verdict: Verdict, bound: Bound) -> None:
 
 def _refuse_other_data(verdict: Verdict, shots: Shots, start: Prepared) -> None:
     """The examples must be those of the comparison, split by split and in order."""
-    splits = {"train": start.dataset.pick("train"), "validation": shots.validation, "test": shots.test}
+    splits = {"train": shots.pool, "validation": shots.validation, "test": shots.test}
     ours = Dataset({name: rows for name, rows in splits.items() if rows}, {}, "").hashes()
     theirs = _mapping(_mapping(verdict["compared"], "data"), "sha256")
     for name in splits:

@@ -104,6 +104,7 @@ class Vote:
                 self.refuse()
                 start = setting(config)
                 shots = draw(start, config, base=config.base)
+                config = replace(config, shots=shots.per_class, allow_fewer=shots.allow_fewer)
                 if self.group is None or self.group.leads:
                     make_parent(self.out)
                     self.held.enter_context(locked(self.out))

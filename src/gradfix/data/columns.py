@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -96,7 +97,7 @@ def _missing(name: str, columns: Sequence[str], where: str, role: str) -> str:
     near = difflib.get_close_matches(name, list(columns), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(map(repr, columns)) or "none"
-    return f"{where} has no column {name!r}; the columns are: {listed}.{hint} Name the {role} column."
+    return f"{where} has no column {name!r}; the columns are: {listed}.{hint} Name the {role} column (--{role}-column)."
 
 
 def make_row(
@@ -147,15 +148,24 @@ def label_text(value: Any, names: Sequence[str] | None, where: str) -> str | Non
         value = int(value)
     if str(value) == str(UNLABELLED):
         return None
+    if isinstance(value, str) and value.strip().isdigit() and names is not None and value not in names:
+        value = int(value)
     if isinstance(value, int) and names is not None:
         if value == -1:
             return None
         if not 0 <= value < len(names):
-            raise DataError(f"{where}: label {value} is outside the {len(names)} named classes.")
+            raise DataError(f"{where}: label {value} is outside the {len(names)} named classes; the first is 0.")
         return names[value]
     if not isinstance(value, (str, int, float)):
         raise DataError(f"{where}: the label is {type(value).__name__}; a label is a string or a number.")
     return _unicode(str(value), "label", where)
+
+
+def by_number(names: Iterable[str], limit: int = 4) -> str:
+    """The way out where labels are numbers and classes have names."""
+    shown = list(names)
+    listed = " ".join(shlex.quote(str(name)) for name in shown[:limit]) + (" ..." if len(shown) > limit else "")
+    return f"Say which class each number is, 0 first, by --label-names (in the order you mean: {listed})."
 
 
 def _is_missing(value: Any) -> bool:

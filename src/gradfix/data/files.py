@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradfix.errors import DataError
+from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
 
 LONGEST_FIELD = 1 << 30
 ALIASES = {"val": "validation", "valid": "validation", "dev": "validation", "training": "train"}
 SPLITS = ("train", "validation", "test")
+SEPARATED = (".csv", ".tsv")
+SEPARATORS = (";", "\t", "|", ",")
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 
@@ -32,16 +34,51 @@ class RawTable:
     class_names: Mapping[str, list[str]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Spelling:
+    """How a text file is written where it is not UTF-8 with commas (tabs in .tsv)."""
+
+    encoding: str | None = None
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            "".encode(self.encoding or "utf-8")
+        except LookupError:
+            raise UsageError(
+                f"no encoding called {self.encoding!r}; usual ones: utf-8, utf-16, cp1252, latin-1."
+            ) from None
+        if self.separator is not None and len(self.separator) != 1:
+            raise UsageError(f"--separator is one character such as ';' or a tab, got {self.separator!r}.")
+
+    @property
+    def codec(self) -> str:
+        return self.encoding or "utf-8-sig"
+
+
 MAX_ROWS = 20_000_000
-Reader = Callable[[Path], RawTable]
+USUAL = Spelling()
+Reader = Callable[[Path, Spelling], RawTable]
 READERS: Registry[Reader] = Registry("data format")
 
 
-def read_table(path: Path) -> RawTable:
+def read_table(path: Path, spelling: Spelling = USUAL) -> RawTable:
+    kind = path.suffix.lower()
+    if spelling.separator is not None and kind not in SEPARATED:
+        raise UsageError(f"{path} has no separator: leave --separator out.")
+    if spelling.encoding is not None and kind == ".parquet":
+        raise UsageError(f"{path} is no text file: leave --encoding out.")
     try:
-        return READERS[path.suffix.lower()](path)
+        return READERS[kind](path, spelling)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{_line_of(path, error.start)}: not UTF-8. Save the file as UTF-8.") from None
+        if spelling.encoding is not None:
+            raise DataError(
+                f"{path} is not {spelling.encoding} text ({error.reason}). Give its own --encoding."
+            ) from None
+        raise DataError(
+            f"{path}:{_line_of(path, error.start)}: not UTF-8. Save the file as UTF-8, or name its encoding "
+            "(--encoding cp1252 for many files of Windows)."
+        ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}).") from None
 
@@ -51,10 +88,10 @@ def is_table(path: Path) -> bool:
 
 
 @READERS.register(".jsonl")
-def read_jsonl(path: Path) -> RawTable:
+def read_jsonl(path: Path, spelling: Spelling = USUAL) -> RawTable:
     rows = []
     # Split at "\n" only: str.splitlines would also cut at characters that are legal inside a JSON string.
-    for number, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), start=1):
+    for number, line in enumerate(path.read_bytes().decode(spelling.codec).split("\n"), start=1):
         if not line.strip():
             continue
         place = f"{path}:{number}"
@@ -84,17 +121,20 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @READERS.register(".csv")
-def read_csv(path: Path) -> RawTable:
-    return _read_separated(path, ",")
+def read_csv(path: Path, spelling: Spelling = USUAL) -> RawTable:
+    return _read_separated(path, ",", spelling)
 
 
 @READERS.register(".tsv")
-def read_tsv(path: Path) -> RawTable:
-    return _read_separated(path, "\t")
+def read_tsv(path: Path, spelling: Spelling = USUAL) -> RawTable:
+    return _read_separated(path, "\t", spelling)
 
 
-def _read_separated(path: Path, delimiter: str) -> RawTable:
-    with path.open(encoding="utf-8-sig", newline="") as file, _long_fields():
+def _read_separated(path: Path, usual: str, spelling: Spelling) -> RawTable:
+    delimiter = spelling.separator or usual
+    with path.open(encoding=spelling.codec, newline="") as file, _long_fields():
+        _refuse_other_separator(path, file.readline(), delimiter)
+        file.seek(0)
         lines = _csv_lines(path, csv.reader(file, delimiter=delimiter, strict=True))
         first = next(lines, None)
         if first is None:
@@ -115,7 +155,7 @@ def _read_separated(path: Path, delimiter: str) -> RawTable:
 
 
 @READERS.register(".parquet")
-def read_parquet(path: Path) -> RawTable:
+def read_parquet(path: Path, spelling: Spelling = USUAL) -> RawTable:
     import pyarrow
     from pyarrow import parquet
 
@@ -146,6 +186,19 @@ def _class_names(metadata: Mapping[bytes, bytes]) -> dict[str, list[str]]:
         }
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _refuse_other_separator(path: Path, header: str, delimiter: str) -> None:
+    """A header that another sign cuts into columns, and the expected one does not."""
+    if delimiter in header:
+        return
+    for sign in SEPARATORS:
+        if sign in header:
+            shown = "$'\\t'" if sign == "\t" else f"'{sign}'"
+            raise DataError(
+                f"{path}:1: the header has no {delimiter!r} and a {sign!r}: give --separator {shown} if that separates "
+                "the columns."
+            )
 
 
 @contextmanager

@@ -16,8 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from gradfix.data.columns import ColumnNames, Columns, make_row, plan_columns
-from gradfix.data.files import ALIASES, READERS, SPLITS, RawTable, image_tables, is_table, read_table, split_called
+from gradfix.data.columns import ColumnNames, Columns, by_number, make_row, plan_columns
+from gradfix.data.files import (
+    ALIASES,
+    READERS,
+    SPLITS,
+    USUAL,
+    RawTable,
+    Spelling,
+    image_tables,
+    is_table,
+    read_table,
+    split_called,
+)
 from gradfix.data.rows import Row, exact_hash
 from gradfix.errors import DataError, GradfixError
 from gradfix.registry import unknown
@@ -79,6 +90,8 @@ def load_data(
     splits: Sequence[str] | None = None,
     drop_unlabelled: bool = False,
     check_images: bool = True,
+    label_names: Sequence[str] | None = None,
+    spelling: Spelling = USUAL,
     **columns: Unpack[ColumnNames],
 ) -> Dataset:
     """Read, check and name everything; see the module docstring for the sources.
@@ -86,12 +99,13 @@ def load_data(
     `label_column`, `text_column` and `image_column` name columns that are not called "label", "text" or "image";
     `text_template` builds the text from several ("{premise} therefore {hypothesis}"). `labels` fixes the label set
     (name -> prompt or prompts); otherwise task.json does, then the file's own class names, then the values found.
-    `splits` loads only these. `check_images=False` skips decoding every image once."""
-    raw = _read(source, splits)
+    `label_names` are the names behind labels that are numbers, in their order. `splits` loads only these. `spelling` says
+    how text files are written that are not UTF-8 with commas. `check_images=False` skips decoding every image once."""
+    raw = _read(source, splits, spelling)
     declared = {name: value for name, value in (raw.task or {}).items() if name in ColumnNames.__annotations__}
     asked = Columns(**columns).or_else(Columns(**declared))
     where = _name(source)
-    rows, notes = _rows(raw, asked, where, drop_unlabelled)
+    rows, notes = _rows(raw, asked, where, drop_unlabelled, list(label_names) if label_names else None)
     settled = _labels(raw, rows, labels, asked, where)
     if check_images:
         for row in (row for part in rows.values() for row in part if "image" in row):
@@ -105,9 +119,10 @@ def load_unlabelled(
     text_column: str | Sequence[str] | None = None,
     image_column: str | None = None,
     text_template: str | None = None,
+    spelling: Spelling = USUAL,
 ) -> list[Row]:
     """Inputs alone: a label column may be there or not, nobody reads it. A split called "test" is left out."""
-    raw = _read(source, None)
+    raw = _read(source, None, spelling)
     asked = Columns(text_column=text_column, image_column=image_column, text_template=text_template)
     where = _name(source)
     out: list[Row] = []
@@ -124,15 +139,15 @@ def _name(source: Any) -> str:
     return os.fspath(source) if isinstance(source, (str, os.PathLike)) else "the examples"
 
 
-def _read(source: Any, wanted: Sequence[str] | None) -> _Raw:
+def _read(source: Any, wanted: Sequence[str] | None, spelling: Spelling = USUAL) -> _Raw:
     if not isinstance(source, (str, os.PathLike)):
         raw = _Raw(_python_tables(source))
     else:
         path = Path(source).expanduser()
         if path.is_dir():
-            raw = _read_folder(path)
+            raw = _read_folder(path, spelling)
         elif path.is_file():
-            raw = _read_file(path)
+            raw = _read_file(path, spelling)
         else:
             raw = _read_hub(os.fspath(source))
     if wanted is None:
@@ -143,11 +158,11 @@ def _read(source: Any, wanted: Sequence[str] | None) -> _Raw:
     return _Raw({name: raw.tables[name] for name in wanted}, raw.home, raw.task)
 
 
-def _read_file(path: Path) -> _Raw:
+def _read_file(path: Path, spelling: Spelling) -> _Raw:
     if not is_table(path):
         raise DataError(f"{path}: unknown kind of data file; expected one of {', '.join(READERS)}.")
     name = split_name(path.name)
-    return _Raw({name or "train": read_table(path)}, path.parent, _read_task(path.parent))
+    return _Raw({name or "train": read_table(path, spelling)}, path.parent, _read_task(path.parent))
 
 
 def split_name(file: str) -> str | None:
@@ -155,7 +170,7 @@ def split_name(file: str) -> str | None:
     return split_called(re.sub(r"(-\d+-of-\d+)?\.[^.]+$", "", file))
 
 
-def _read_folder(folder: Path) -> _Raw:
+def _read_folder(folder: Path, spelling: Spelling) -> _Raw:
     home = folder / "data" if not any(is_table(p) for p in folder.iterdir()) and (folder / "data").is_dir() else folder
     files: dict[str, list[Path]] = {}
     for path in sorted(home.iterdir()):
@@ -165,7 +180,7 @@ def _read_folder(folder: Path) -> _Raw:
         if name is not None:
             files.setdefault(name, []).append(path)
     if files:
-        tables = {name: _joined(files[name]) for name in SPLITS if name in files}
+        tables = {name: _joined(files[name], spelling) for name in SPLITS if name in files}
         return _Raw(tables, home, _read_task(folder))
     tables = image_tables(folder)
     if not tables:
@@ -176,11 +191,11 @@ def _read_folder(folder: Path) -> _Raw:
     return _Raw(tables, None, _read_task(folder))
 
 
-def _joined(paths: Sequence[Path]) -> RawTable:
+def _joined(paths: Sequence[Path], spelling: Spelling) -> RawTable:
     shards = [path for path in paths if re.search(r"-\d+-of-\d+\.", path.name)]
     if len(paths) > 1 and len(shards) != len(paths):
         raise DataError(f"{paths[0]} and {paths[1].name} both claim to be one split; keep one of them.")
-    tables = [read_table(path) for path in paths]
+    tables = [read_table(path, spelling) for path in paths]
     return RawTable([row for table in tables for row in table.rows], tables[0].class_names)
 
 
@@ -267,7 +282,9 @@ def load_hub(name: str, config: str | None = None, revision: str | None = None) 
         ) from None
 
 
-def _rows(raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool) -> tuple[dict[str, list[Row]], list[str]]:
+def _rows(
+    raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool, label_names: list[str] | None
+) -> tuple[dict[str, list[Row]], list[str]]:
     out: dict[str, list[Row]] = {}
     notes = []
     for split, table in raw.tables.items():
@@ -275,7 +292,7 @@ def _rows(raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool) -> tuple
         if not table.rows:
             raise DataError(f"{place} is empty: there are no examples in it.")
         chosen = plan_columns(list(table.rows[0][0]), asked, place)
-        names = table.class_names.get(chosen.label or "")
+        names = label_names or table.class_names.get(chosen.label or "")
         rows = [make_row(columns, at, chosen, names, raw.home) for columns, at in table.rows]
         bare = [row for row in rows if chosen.label is not None and row["label"] is None]
         if bare and not drop_unlabelled:
@@ -312,6 +329,8 @@ def _labels(
         if row["label"] not in settled:
             near = difflib.get_close_matches(row["label"], list(settled), n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            if row["label"].isdigit():
+                hint = f" {by_number(settled)}"
             raise DataError(
                 f"{row.where}: label {row['label']!r} is not in the label set ({_few(settled)}).{hint} "
                 f"The columns are: {', '.join(map(repr, row))}."
@@ -327,7 +346,7 @@ def _refuse_odd_set(found: Sequence[str], count: int, raw: _Raw, asked: Columns,
     if count >= 20 and len(found) > count / 2:
         raise DataError(
             f"{where}: column {column!r} has {len(found)} different values in {count} rows: no label. "
-            f"The columns are: {columns}. Name the label column."
+            f"The columns are: {columns}. Name the label column (--label-column)."
         )
 
 

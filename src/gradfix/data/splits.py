@@ -12,7 +12,10 @@ from typing import Any
 
 from gradfix.data.rows import INPUTS, content_of, where
 from gradfix.errors import DataError, UsageError
+from gradfix.registry import unknown
 
+LOSERS = ("train", "test")
+SHOWN = 40  # places of shared examples that a message names
 Examples = Sequence[Mapping[str, Any]]
 
 
@@ -63,8 +66,9 @@ def folds(examples: Examples, k: int, seed: int = 0) -> list[tuple[list[int], li
 
 
 def check_disjoint(splits: Mapping[str, Examples]) -> list[str]:
-    """Raise when an example's content stands in two splits; return notes on repeats inside one."""
+    """Raise when examples' contents stand in two splits, all of them in one message; return notes on repeats inside one."""
     seen: dict[str, tuple[str, str]] = {}
+    shared: dict[tuple[str, str], list[tuple[str, str]]] = {}
     notes = []
     for name, examples in splits.items():
         repeats = 0
@@ -76,13 +80,51 @@ def check_disjoint(splits: Mapping[str, Examples]) -> list[str]:
                 repeats += 1
             else:
                 other, there = seen[key]
-                raise DataError(
-                    f"the same example is in {other} ({there}) and in {name} ({here}). "
-                    "Remove it from one of them: a choice made on it would flatter itself."
-                )
+                shared.setdefault((other, name), []).append((there, here))
         if repeats:
             notes.append(f"{name}: {repeats} of {len(examples)} examples repeat an earlier one.")
+    if shared:
+        raise DataError(_shared_words(shared))
     return notes
+
+
+def _shared_words(shared: Mapping[tuple[str, str], Sequence[tuple[str, str]]]) -> str:
+    parts = []
+    for (one, other), ((there, here), *more) in shared.items():
+        text = f"the same example is in {one} ({there}) and in {other} ({here})"
+        if more:
+            listed = ", ".join(f"{a} = {b}" for a, b in more[:SHOWN])
+            rest = f" and {len(more) - SHOWN} others" if len(more) > SHOWN else ""
+            text += f", and so are {len(more)} more, {len(more) + 1} in all ({listed}{rest})"
+        parts.append(text)
+    return (
+        f"{'; '.join(parts)}. A choice made on such an example would flatter itself: remove them from one side, or let "
+        "--drop-duplicates train (or test) do it."
+    )
+
+
+def without_duplicates(
+    sides: Mapping[str, list[Any] | None], lose: str | None
+) -> tuple[dict[str, list[Any] | None], list[str]]:
+    """The sides, ordered from train to test, without the examples they share; `lose` is the end that gives them up.
+
+    None keeps all. Notes say how many went."""
+    if lose is None:
+        return dict(sides), []
+    if lose not in LOSERS:
+        raise UsageError(unknown("--drop-duplicates", lose, list(LOSERS)))
+    kept: dict[str, list[Any] | None] = {}
+    notes, taken = [], set[str]()
+    for name in sides if lose == "test" else reversed(list(sides)):
+        rows = sides[name]
+        kept[name] = None if rows is None else [row for row in rows if content_of(row) not in taken]
+        gone = len(rows or ()) - len(kept[name] or ())
+        if gone:
+            notes.append(f"{name}: {gone} of {len(rows or ())} examples were dropped, they are in another split, too")
+        if rows and not kept[name]:
+            raise DataError(f"every example of {name} is in another split, too: nothing would be left of it.")
+        taken |= {content_of(row) for row in kept[name] or ()}
+    return {name: kept[name] for name in sides}, notes
 
 
 def without_overlap(examples: Examples, *others: Examples) -> list[int]:

@@ -27,6 +27,7 @@ from gradfix.experiments.suite import SUITES, Estimate, Grid, Scene, Suite, Supp
 from gradfix.methods.opening import lenders_of, vector_of
 from gradfix.methods.search import Search
 from gradfix.methods.trial import Passes, Splits, Trial
+from gradfix.system.meter import telling_more
 from gradfix.tasks.base import Task
 from gradfix.tasks.seq2seq import Seq2Seq
 from gradfix.tasks.zero_shot import ZeroShot
@@ -155,7 +156,7 @@ class HubSuite(Suite):
         def tell(more: int) -> None:
             nonlocal done
             done += more
-            self._stage(f"{what}: step {done} of {self.recipe.steps}")
+            telling_more(self._stage)(f"{what}: step {done} of {self.recipe.steps}")
 
         return tell
 

@@ -17,28 +17,34 @@ THUMBNAIL = 96
 def changed_examples(
     examples: Sequence[Example], labels: Sequence[str], before: Sequence[int], after: Sequence[int]
 ) -> dict[str, Any]:
-    """Up to twelve changed answers, the repaired and the broken ones in proportion, and how many there are."""
+    """Up to twelve changed answers, the repaired and the broken ones in proportion, and how many there are.
+
+    The classes take turns, so that no class fills the page."""
     # Open answers have no labels: there an answer is right or it is not.
-    groups: dict[str, list[dict[str, Any]]] = {"repaired": [], "broken": [], "moved": []}
-    counts = dict.fromkeys(groups, 0)
-    for example, old, new in zip(examples, before, after):
-        if old == new:
-            continue
-        label = str(example.get("label"))
-        was, now = (_named(labels, answer) == label if labels else answer >= 0 for answer in (old, new))
-        kind = "repaired" if now else "broken" if was else "moved"
-        counts[kind] += 1
-        if len(groups[kind]) < LIMIT:
-            groups[kind].append(
-                {
-                    **_shown(example),
-                    "label": label if labels else _meant(example),
-                    "before": _named(labels, old),
-                    "after": _named(labels, new),
-                    "kind": kind,
-                }
-            )
-    return {"counts": counts, "examples": _mixed(groups, counts)}
+    groups: dict[str, list[int]] = {"repaired": [], "broken": [], "moved": []}
+    for index, (example, old, new) in enumerate(zip(examples, before, after)):
+        if old != new:
+            label = str(example.get("label"))
+            was, now = (_named(labels, answer) == label if labels else answer >= 0 for answer in (old, new))
+            groups["repaired" if now else "broken" if was else "moved"].append(index)
+    shown = []
+    for kind, room in _rooms({kind: len(found) for kind, found in groups.items()}).items():
+        for index in _in_turns(groups[kind], [str(example.get("label")) for example in examples])[:room]:
+            example = examples[index]
+            answers = {"before": _named(labels, before[index]), "after": _named(labels, after[index])}
+            label = str(example.get("label")) if labels else _meant(example)
+            shown.append({**_shown(example), "label": label, **answers, "kind": kind})
+    return {"counts": {kind: len(found) for kind, found in groups.items()}, "examples": shown}
+
+
+def _in_turns(indices: Sequence[int], labels: Sequence[str]) -> list[int]:
+    """One of each class, then the next of each, as they come."""
+    seen: dict[str, int] = {}
+    turns = []
+    for index in indices:
+        turns.append((seen.setdefault(labels[index], 0), index))
+        seen[labels[index]] += 1
+    return [index for _, index in sorted(turns)]
 
 
 def _named(labels: Sequence[str], answer: int) -> str:
@@ -55,14 +61,13 @@ def _meant(example: Example) -> str:
     return text if len(text) <= TEXT_LIMIT else text[: TEXT_LIMIT - 3] + "..."
 
 
-def _mixed(groups: dict[str, list[dict[str, Any]]], counts: dict[str, int]) -> list[dict[str, Any]]:
-    total = sum(counts.values())
-    if not total:
-        return []
-    room = {kind: min(len(groups[kind]), max(round(LIMIT * counts[kind] / total), 1)) for kind in groups}
+def _rooms(counts: dict[str, int]) -> dict[str, int]:
+    """How many of each kind are shown: in proportion, and one at least of a kind there is."""
+    total = max(sum(counts.values()), 1)
+    room = {kind: min(count, max(round(LIMIT * count / total), 1)) for kind, count in counts.items()}
     while sum(room.values()) > LIMIT:
         room[max(room, key=lambda kind: room[kind])] -= 1
-    return [entry for kind, entries in groups.items() for entry in entries[: room[kind]]]
+    return room
 
 
 def _shown(example: Example) -> dict[str, str]:

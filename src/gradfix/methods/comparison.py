@@ -22,11 +22,13 @@ from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.changed import changed_examples
 from gradfix.methods.method import CEILING, FLOOR, NotHere, Outcome, Traits
 from gradfix.methods.methods import METHODS
-from gradfix.methods.opening import Opened, Request
-from gradfix.methods.results import Results
+from gradfix.methods.opening import Opened, Request, open_old
+from gradfix.methods.results import HAD, Results
 from gradfix.methods.search import Search
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Passes, Trial
+from gradfix.methods.verdicts import packed
+from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
 from gradfix.registry import unknown
 from gradfix.tasks.base import Bound, Task
 from gradfix.vectors.diagnostics import sign_agreement
@@ -37,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 Unit = dict[str, Any]
 ROW = (
     *("method", "accuracy", "alpha", "margin", "seconds", "validation_accuracy", "validation_score", "test_loss"),
-    *("slope", "kept", "flops", "notes"),
+    *("slope", "kept", "flops", "notes", "held_right"),
 )
 
 
@@ -120,7 +122,7 @@ class _Run:
         self.opened, self.trial = opened, opened.trial
         self.shots, self.seeds, self.names, self.explicit = shots, seeds, list(names), explicit
         self.progress = progress
-        self.parameters, self.tokens = opened.parameters(), opened.tokens()
+        self.parameters, self.tokens = trained_weights(opened.bound), tokens_seen(opened.trial)
         self.left_out: dict[str, str] = {}
         self.slopes = any(METHODS[name].traits.gradient for name in names)
         self._fixed: dict[str, Unit] = {}
@@ -138,11 +140,24 @@ class _Run:
             "titles": {name: METHODS[name].title for name in kept},
             "traits": {name: METHODS[name].traits.as_json() for name in kept},
             "versions": versions(),
+            "had": self.had(pair),
             "notes": self.notes,
         }
         judged = Results.build(rows, **details)
         changed = self.changed(judged.verdict, units, pair)
         return Results.build(rows, **details, changed=changed, provenance=[provenance])
+
+    def had(self, pair: str | None) -> list[dict[str, Any]]:
+        """The old fine-tune on its own base, on test."""
+        folder, key = self.opened.folder, {"method": HAD}
+        found = folder.read_unit(key) if folder is not None else None
+        if found is None:
+            opened = self.opened
+            found = {"score": had(self.trial, lambda: open_old(opened.trio, self.trial, opened.task))}
+            if folder is not None:
+                folder.write_unit(key, found)
+        score = found["score"]
+        return [] if score is None else [{"pair": pair, "measure": self.trial.bound.measure, **_numbers(score)}]
 
     @property
     def notes(self) -> list[str]:
@@ -237,6 +252,7 @@ class _Run:
             "margin": outcome.margin,
             "validation_accuracy": outcome.score.accuracy if outcome.score else None,
             "validation_score": outcome.score.value if outcome.score else None,
+            "held_right": packed(outcome.score.marks) if outcome.score else None,
             "loss_before": before,
             "loss_after": after,
             "slope": _finite(slope),
@@ -295,7 +311,7 @@ class _Run:
             return []
         shots, seed = verdict["shots"], self.seeds[0]
         group = {unit["method"]: unit for unit in units[shots, seed]}
-        name = verdict["method"]
+        name = verdict.get("refused") or verdict["method"]
         if name == FLOOR:
             moved = [unit for unit in group.values() if not METHODS[unit["method"]].traits.reference]
             name = max(moved, key=lambda unit: (unit["validation_score"], unit["alpha"]))["method"]
@@ -313,6 +329,10 @@ def vote_details(trial: Trial, votes: SignVotes) -> dict[str, Any]:
         "agreement_with": "the target's own fine-tune" if known is not None else "the task vector",
         "tie_rate": votes.tie_rate(),
     }
+
+
+def _numbers(score: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _finite(value) for name, value in score.items()}
 
 
 def _finite(value: float | None) -> float | None:

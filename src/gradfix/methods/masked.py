@@ -159,5 +159,4 @@ def shipped(
         parts["kept"] = kept_by_block(changed, sizes)
         whole = sum(sizes.values())
         parts["kept_share"] = sum(share * sizes[name] for name, share in changed.items()) / whole
-    score = choice.curve.score if choice.curve is not None else None
-    return Outcome(update, choice.alpha, None, score, choice.notes, parts, choice.curve, chosen_by=trial.regime)
+    return Outcome(update, choice.alpha, None, choice.worth, choice.notes, parts, choice.curve, chosen_by=trial.regime)

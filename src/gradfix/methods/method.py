@@ -75,8 +75,8 @@ class Traits:
     `transports`: something of the old fine-tune is in the result. `reference`: uses what a user does not have, so
     it is no candidate. `control`: shows what chance is worth. `baseline`: simpler than any mask. `ships`: `transport`
     can write it. `fixed`: with a validation split it depends on neither shots nor seed. `gradient`: looks at the mean
-    gradient. `unlabelled`: learns from inputs without labels. `labels`: cannot do without labelled ones. `across`: needs no weights that match one to one, so the
-    target may have another shape. `keeps`: drops part of the vector, so that the share it keeps means something. `drawn`: its line in
+    gradient. `favoured`: among methods that the examples cannot tell apart it is taken, for what was measured elsewhere (docs/method.md). `unlabelled`: learns from inputs without labels. `labels`: cannot do without labelled ones. `across`: needs no weights that match one to one, so the
+    target may have another shape. `scaled`: goes along the vector by alpha. `keeps`: drops part of the vector, so that the share it keeps means something. `drawn`: its line in
     the chart of alphas, by style ("main", "second", "third", ...) and legend. `way`: how it carries the fine-tune
     over, as the half-sentence that follows "was carried over to the new base" on the model card."""
 
@@ -87,9 +87,11 @@ class Traits:
     ships: bool = True
     fixed: bool = False
     gradient: bool = False
+    favoured: bool = False
     unlabelled: bool = False
     across: bool = False
     labels: bool = True
+    scaled: bool = True
     keeps: bool = False
     drawn: tuple[str, str] | None = None
     way: str | None = None

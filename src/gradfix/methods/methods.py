@@ -50,8 +50,9 @@ def zero_shot(trial: Trial, support: Support) -> Outcome:
 
 
 method("naive", "Plain addition", cost=ADDED, fixed=True, baseline=True, drawn=("third", "No mask"))(Masked("none"))
-method("one_step", "One AdamW step", cost=STEPPED, transports=False, baseline=True, across=True)(trained.one_step)
-method("few_shot", "Few-shot fine-tuning", cost=TRAINED, transports=False, baseline=True, across=True)(trained.polish)
+STEPS: dict[str, Any] = {"transports": False, "baseline": True, "across": True, "scaled": False}
+method("one_step", "One AdamW step", cost=STEPPED, **STEPS)(trained.one_step)
+method("few_shot", "Few-shot fine-tuning", cost=TRAINED, **STEPS)(trained.polish)
 method("gradfix", "GradFix", cost=VOTED, keeps=True, drawn=("main", "Majority vote"))(Masked())
 method("gradfix_mean", "GradFix, mean vote", cost=VOTED, gradient=True, keeps=True, drawn=("second", "Mean vote"))(
     Masked(vote="mean")
@@ -66,6 +67,7 @@ method("veto", "GradFix, veto", cost=VOTED, keeps=True)(Masked("veto"))
 @method(
     "veto_polish",
     "Veto, then few-shot",
+    scaled=False,
     way=": the difference of the first two was masked by the signs of gradients of a few labelled examples and added "
     "to the third, which was then fine-tuned on the same examples.",
 )
@@ -95,6 +97,19 @@ method("bico_veto", "BiCo, then veto", unlabelled=True, across=True, keeps=True,
 )
 
 
+method(
+    "best",
+    "Best recipe",
+    favoured=True,
+    scaled=False,
+    unlabelled=True,
+    across=True,
+    labels=False,
+    way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
+    "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
+)(trained.by_recipe)
+
+
 @method("oracle", "Oracle mask", reference=True, fixed=True, keeps=True, ships=False)
 def oracle(trial: Trial, support: Support) -> Outcome:
     """The mask by the signs of the target's own task vector: an upper reference."""
@@ -104,22 +119,11 @@ def oracle(trial: Trial, support: Support) -> Outcome:
 
 @method(
     CEILING, "Full fine-tuning", cost=TRAINED_IN_FULL, reference=True, transports=False, fixed=True, ships=False,
-    across=True,
+    across=True, scaled=False,
 )  # fmt: skip
 def fine_tuned(trial: Trial, support: Support) -> Outcome:
     known = _known(trial)
     return Outcome(known, 1.0, score=trained.scored(trial, support, lambda view: known))
-
-
-method(
-    "best",
-    "Best recipe",
-    unlabelled=True,
-    across=True,
-    labels=False,
-    way=" by the best recipe: it was moved along the difference of the first two (as it is or in the new base's "
-    "coordinates) as far as the fine-tune's answers agreed, then trained for a few dozen steps to answer as the fine-tune does.",
-)(trained.by_recipe)
 
 
 def _known(trial: Trial) -> TaskVector:

@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from gradfix.methods.search import Search
 from gradfix.methods.trained import in_full
 from gradfix.methods.trial import Lenders, Passes, Splits, Trial
 from gradfix.methods.workfolder import Folder, digest
+from gradfix.methods.yardsticks import tokens_seen, trained_weights
 from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.tasks.classification import Classification
 from gradfix.training.distil import can_teach, teacher_of
@@ -159,6 +159,14 @@ def open_tuned(trio: Trio, task: Task, dtype: torch.dtype, device: Any) -> Bound
     # A classifier has a head of its own; a frozen one is that of the encoder before it was tuned.
     head_from = None if isinstance(task, Classification) else base
     return task.open(tuned, dtype=dtype, device=device, head_from=head_from, base=base)
+
+
+def open_old(trio: Trio, trial: Trial, task: Task | None) -> Bound | None:
+    """The fine-tune as a model of its own, for tasks that have no teacher; None where it came as tensors."""
+    if task is None or not all(isinstance(trio.given[role], str | os.PathLike) for role in ("base", "tuned")):
+        return None
+    weight = next(trial.model.parameters())
+    return open_tuned(trio, task, weight.dtype, weight.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,33 +296,9 @@ class Opened:
             "inputs": inputs,
             "data": {"name": name, "sha256": self.identity["data"], "examples": counts},
             "config": {key: value for key, value in self.identity.items() if key not in left_out},
-            "parameters": self.parameters(),
-            "tokens": self.tokens(),
+            "parameters": trained_weights(self.bound),
+            "tokens": tokens_seen(self.trial),
         }
-
-    def parameters(self) -> int:
-        names = set(self.bound.trainable())
-        return sum(p.numel() for name, p in self.bound.model.named_parameters() if name in names)
-
-    def tokens(self) -> float:
-        """Tokens a sample sends through the weights: its words, on average, or a picture's patches."""
-        splits = self.splits
-        if not splits.test:
-            self.trial.define("seen", splits.validation or splits.train[:128])
-        batches = self.trial.batches("test" if splits.test else "seen")
-        batch = next(batches)
-        if "attention_mask" in batch:
-            masks = [part["attention_mask"] for part in chain([batch], batches)]
-            return float(torch.cat([mask.sum(-1).double().flatten() for mask in masks]).mean())
-        if "input_ids" in batch:
-            parts = [part["input_ids"] for part in chain([batch], batches)]
-            return sum(len(part) * part.shape[-1] for part in parts) / sum(len(part) for part in parts)
-        config = getattr(self.bound.model, "config", None)
-        config = getattr(config, "vision_config", config)
-        size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-        if isinstance(size, int) and isinstance(patch, int):
-            return float((size // patch) ** 2 + 1)
-        return 1.0
 
 
 def read_splits(dataset: Dataset, validation: Any, unlabelled: Any) -> tuple[Splits, list[str]]:

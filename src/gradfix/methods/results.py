@@ -24,6 +24,7 @@ AVERAGED = (
     *("accuracy", "recovered", "margin", "seconds", "flops", "validation_accuracy", "loss_before", "loss_after"),
     "kept",
 )
+HAD, HAD_TITLE = "what_you_had", "What you had (on the old base)"
 FIELDS = ("method", "shots", "seed", "accuracy", "recovered", "alpha", "seconds")
 
 
@@ -42,6 +43,7 @@ class Results:
     agreement: list[dict[str, Any]] = field(default_factory=list)
     kept: list[dict[str, Any]] = field(default_factory=list)
     changed: list[dict[str, Any]] = field(default_factory=list)
+    had: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     provenance: list[dict[str, Any]] = field(default_factory=list)
 
@@ -77,7 +79,7 @@ class Results:
         for part in parts:
             joined["titles"].update(part.titles)
             joined["traits"].update(part.traits)
-        for key in ("curves", "agreement", "kept", "changed", "provenance"):
+        for key in ("curves", "agreement", "kept", "changed", "had", "provenance"):
             joined[key] = [entry for part in parts for entry in getattr(part, key)]
         joined["notes"] = list(dict.fromkeys(note for part in parts for note in part.notes))
         return cls.build([row for part in parts for row in part.rows], **joined)
@@ -91,6 +93,12 @@ class Results:
     def traits_of(self, method: str) -> Traits:
         return traits_of(method, self.traits.get(method))
 
+    def shown_alpha(self, row: Mapping[str, Any]) -> float | None:
+        """How far along the vector, where the method goes along it: what is trained has no alpha, only 0 for nothing."""
+        return (
+            row["alpha"] if row["method"] == HAD or self.traits_of(row["method"]).scaled or not row["alpha"] else None
+        )
+
     def summary_rows(self, pair: str | None = None) -> list[dict[str, Any]]:
         """One row per pair, budget and method: means over seeds, with the spread of the accuracy."""
         groups: dict[tuple[Any, ...], list[Row]] = {}
@@ -102,20 +110,33 @@ class Results:
         ranked = sorted(groups, key=lambda k: (budgets.index(k[:2]), order.get(k[2], len(order))))
         return [_summary(key, groups[key], self.title(key[2])) for key in ranked]
 
+    def had_row(self, pair: str | None) -> dict[str, Any] | None:
+        """The old fine-tune on its own base, as a summary row; None where nobody measured it."""
+        found = next((entry for entry in self.had if entry["pair"] == pair), None)
+        if found is None:
+            return None
+        blank = dict.fromkeys((*AVERAGED, "spread", "alpha", "shots", "margin"))
+        return {**blank, "pair": pair, "method": HAD, "title": HAD_TITLE, "seeds": 1, "measure": measure_of(found),
+                "accuracy": found["accuracy"]}  # fmt: skip
+
     def table(self) -> list[list[str]]:
         """Header and cells as text, for any printer."""
         rows = self.summary_rows()
+        for pair in reversed(self.pairs()):
+            own = self.had_row(pair)
+            if own is not None:
+                rows.insert(next(n for n, row in enumerate(rows) if row["pair"] == pair), own)
         several, untested = len(self.pairs()) > 1, any(row["accuracy"] is None for row in rows)
         measures = " / ".join(dict.fromkeys(measure_of(row) for row in rows)) or "accuracy"
         columns: dict[str, Callable[[dict[str, Any]], str]] = {
             "pair": lambda row: str(row["pair"]),
-            "shots": lambda row: str(row["shots"]),
+            "shots": lambda row: number_text(row["shots"]),
             "method": lambda row: str(row["method"]),
             "held out": lambda row: number_text(row["validation_accuracy"], ".1f"),
             measures: accuracy_text,
             "recovered": lambda row: share_text(row["recovered"]),
-            "alpha": lambda row: number_text(row["alpha"]),
-            "seconds": lambda row: f"{row['seconds']:.1f}",
+            "alpha": lambda row: number_text(self.shown_alpha(row)),
+            "seconds": lambda row: number_text(row["seconds"], ".1f"),
         }
         left_out = {"pair": not several, "held out": not untested}
         header = [name for name in columns if not left_out.get(name)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 from gradfix.errors import UsageError
 from gradfix.tasks.base import Example
@@ -44,14 +46,21 @@ class Search:
 
 @dataclass(frozen=True)
 class Score:
-    """Counts of one measurement; scores of several folds add up to one."""
+    """Counts of one measurement; scores of several folds add up to one that still knows its `parts`.
+
+    `marks` has a "1" for every right answer and a "0" for every other, in the order of the examples."""
 
     right: int
     loss_sum: float
     count: int
+    marks: str = ""
+    parts: tuple[Score, ...] = ()
 
     def __add__(self, other: Score) -> Score:
-        return Score(self.right + other.right, self.loss_sum + other.loss_sum, self.count + other.count)
+        return Score(
+            self.right + other.right, self.loss_sum + other.loss_sum, self.count + other.count,
+            self.marks + other.marks, (*(self.parts or (self,)), *(other.parts or (other,))),
+        )  # fmt: skip
 
     @property
     def accuracy(self) -> float:
@@ -86,11 +95,30 @@ class Curve:
     def score(self) -> Score:
         return self.points[self.best]
 
+    def scores(self) -> list[Score]:
+        return [score for _, score in sorted(self.points.items())]
+
     def values(self) -> list[tuple[float, float]]:
         return [(alpha, score.value) for alpha, score in sorted(self.points.items())]
 
     def accuracies(self) -> list[tuple[float, float]]:
         return [(alpha, score.accuracy) for alpha, score in sorted(self.points.items())]
+
+
+def of_the_choice(scores: Sequence[Score]) -> Score:
+    """What choosing among these was worth: every fold is answered by what the other folds would have chosen.
+
+    The best score itself is flattered, because its folds chose it. On a validation split, which is one part, it is
+    taken as it is. Of equals the first."""
+    best = max(scores, key=lambda score: score.value)
+    if len(best.parts) < 2 or any(len(score.parts) != len(best.parts) for score in scores):
+        return best
+    answered = []
+    for left in range(len(best.parts)):
+        others = [reduce(add, [p for n, p in enumerate(score.parts) if n != left]) for score in scores]
+        chosen = max(range(len(scores)), key=lambda n: others[n].value)
+        answered.append(scores[chosen].parts[left])
+    return reduce(add, answered)
 
 
 @dataclass(frozen=True)
@@ -115,12 +143,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Choice:
-    """The setting and alpha that scored best, with its curve."""
+    """The setting and alpha that scored best, with its curve, and what the choice was worth."""
 
     setting: Setting
     alpha: float
     curve: Curve | None  # None where nothing was left to choose
     notes: tuple[str, ...] = ()
+    worth: Score | None = None
 
     def accuracies(self) -> list[tuple[float, float]]:
         return self.curve.accuracies() if self.curve is not None else []

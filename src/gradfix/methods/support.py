@@ -4,7 +4,8 @@ Votes and gradients add up over examples, so each example is asked once however 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,8 +57,12 @@ class Support:
             self.trial.define(f"fold-{number}", part)
 
     def untouched(self) -> Score:
-        """The target itself on what scores the choices."""
-        return self.trial.untouched(self.whole.held)
+        """The target itself on what scores the choices, fold by fold; a set that cannot be cut is asked whole."""
+        try:
+            held = [view.held for view in self.views()]
+        except DataError:
+            held = [self.whole.held]
+        return reduce(add, [self.trial.untouched(name) for name in held])
 
     def votes(self, view: View, rule: str = "majority") -> SignVotes:
         """Votes on a view's examples. Votes add up, so every example is asked once however many folds there are."""

@@ -18,7 +18,7 @@ from gradfix.align.coordinates import OUTSIDES
 from gradfix.checkpoints.write import discard
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import NotHere, Outcome
-from gradfix.methods.search import Score, View
+from gradfix.methods.search import Score, View, of_the_choice
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.system.modules import restored
@@ -72,14 +72,18 @@ def polish(trial: Trial, support: Support, start: Start | None = None) -> Outcom
         scores.update({(rate, steps): score for steps, score in found.items()})
     rate, steps = max(scores, key=lambda knobs: scores[knobs].value)  # of equals the first tried
     outcome = Outcome(
-        update, 1.0, score=scores[rate, steps], parts={"rate": rate, "steps": steps}, chosen_by=trial.regime
+        update,
+        1.0,
+        score=of_the_choice(list(scores.values())),
+        parts={"rate": rate, "steps": steps},
+        chosen_by=trial.regime,
     )
     if (rate, steps) == (max(search.rates), max(search.steps)):
         notes.append("the largest rate and step count tried were best: a wider search may do better")
     if not steps:
         notes.append("no step scored best: fine-tuning on these examples does not help")
         update = start(support.whole) if start is not None else None
-        outcome = replace(outcome, update=update, alpha=float(update is not None), score=untouched)
+        outcome = replace(outcome, update=update, alpha=float(update is not None))
     elif update is None:  # folds chose the knobs; the whole set now makes the update
         update = _tuned(trial, support, support.whole, rate, steps, batch=search.step_batch, start=start)
         outcome = replace(outcome, update=update)

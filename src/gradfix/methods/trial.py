@@ -21,7 +21,7 @@ from gradfix.checkpoints.trio import ACROSS
 from gradfix.data import few_shot
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.methods.method import NotHere
-from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View
+from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View, of_the_choice
 from gradfix.methods.support import Support
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
@@ -201,7 +201,9 @@ class Trial:
 
     def support(self, shots: int, seed: int) -> Support:
         if self._support is None or (self._support.shots, self._support.seed) != (shots, seed):
-            for key in [key for key in self._shared if key.startswith(("votes-", "gradient-", "turned-"))]:
+            for key in [
+                key for key in self._shared if key.startswith(("votes-", "gradient-", "turned-", "untouched-fold-"))
+            ]:
                 del self._shared[key]
             self._batches = {name: b for name, b in self._batches.items() if not name.startswith("fold-")}
             self._support = Support(self, shots, seed)
@@ -251,19 +253,19 @@ class Trial:
         return score
 
     def predictions(self, name: str) -> tuple[Score, list[int]]:
-        right, loss, answers = 0, 0.0, []
+        loss, answers, hits = 0.0, [], []
         with left_as_it_was(self.model), torch.no_grad():
             for batch in self.batches(name):
                 predicted, losses = self.bound.judge(self.model, batch)
-                right += int((predicted == batch["labels"]).sum())
+                hits += (predicted == batch["labels"]).tolist()
                 loss += float(losses.double().sum())
                 answers += predicted.tolist()
         if not answers:
             raise DataError(f"no examples to score in {name}; check the data and its splits.")
         self.bill.own += Work(forward=len(answers))
-        places = by_length(self.examples[name])
-        in_order = [answer for _, answer in sorted(zip(places, answers, strict=True))]
-        return Score(right, loss, len(answers)), in_order
+        in_order = sorted(zip(by_length(self.examples[name]), answers, hits, strict=True))
+        marks = "".join("1" if hit else "0" for _, _, hit in in_order)
+        return Score(sum(hits), loss, len(answers), marks), [answer for _, answer, _ in in_order]
 
     # -- choosing --------------------------------------------------------------------------------------
 
@@ -275,14 +277,15 @@ class Trial:
             if len(settings) > 1:
                 raise UsageError("fixed alphas are for methods with one setting.")
             curve = self._curve(support, settings[0], alphas)
-            return Choice(settings[0], curve.best, curve, curve.notes)
-        chosen, known = settings[0], None
+            return Choice(settings[0], curve.best, curve, curve.notes, of_the_choice(curve.scores()))
+        chosen, known, tried = settings[0], None, list[Score]()
         if len(settings) > 1:
             probes = [self._curve(support, one, self.search.probes) for one in settings]
             best = max(range(len(settings)), key=lambda i: (probes[i].score.value, -i))
             chosen, known = settings[best], probes[best].points
+            tried = [score for n, probe in enumerate(probes) if n != best for score in probe.scores()]
         curve = self._curve(support, chosen, self.search.alphas, self.search.wider, known)
-        return Choice(chosen, curve.best, curve, curve.notes)
+        return Choice(chosen, curve.best, curve, curve.notes, of_the_choice([*curve.scores(), *tried]))
 
     def _curve(
         self,

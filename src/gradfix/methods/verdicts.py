@@ -1,13 +1,15 @@
 """The verdict: which method to ship, in words a person can act on.
 
-The choice is made by validation (or fold) score alone. Test accuracy then checks it, and the verdict says
-when the two disagree. References are never candidates."""
+The choice is made by validation (or fold) answers alone. Methods that these cannot tell apart are a tie, which is said
+with its interval and goes to the method that did best elsewhere. Test accuracy then checks the choice: one that is
+below the target as it is there is not shipped. Headline, text and command all come from the method that is named."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev, variance
 from typing import Any
 
 from gradfix.methods.method import FLOOR, Traits
@@ -15,6 +17,7 @@ from gradfix.methods.methods import traits_of
 from gradfix.training.costs import readable
 
 Row = Mapping[str, Any]
+WIDTH = 1.96  # standard errors on either side: 95%
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -27,6 +30,68 @@ def spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
+def packed(marks: str) -> str | None:
+    """Right and wrong answers ("1" and "0") as hexadecimal digits behind a leading one, for a results file."""
+    return f"{int(f'1{marks}', 2):x}" if marks else None
+
+
+def unpacked(held: str) -> list[int]:
+    return [int(mark) for mark in f"{int(held, 16):b}"[1:]]
+
+
+@dataclass(frozen=True)
+class Lead:
+    """How far one method is ahead of another on the held-out answers, in points, with a 95% interval."""
+
+    over: str
+    points: float
+    low: float
+    high: float
+    answers: int
+
+    @property
+    def tied(self) -> bool:
+        return self.low <= 0 <= self.high
+
+    def words(self) -> str:
+        return f"{self.points:+.1f} points, 95% interval {self.low:+.1f} to {self.high:+.1f}, {self.answers} answers"
+
+
+def lead(ours: Sequence[Row], theirs: Sequence[Row]) -> Lead | None:
+    """Answer against answer, seed by seed; None where a row does not know its answers.
+
+    One pseudo-answer either way keeps the interval honest for a handful of answers (Agresti and Min 2005). On a
+    validation split all seeds answer the same examples; of folds every seed has its own."""
+    other = {row["seed"]: row.get("held_right") for row in theirs}
+    pairs = [(row.get("held_right"), other.get(row["seed"])) for row in ours]
+    if not pairs or not all(isinstance(held, str) for pair in pairs for held in pair):
+        return None
+    gaps = [[a - b for a, b in zip(unpacked(str(one)), unpacked(str(two)))] for one, two in pairs]
+    if len({len(unpacked(str(held))) for pair in pairs for held in pair}) > 1 and ours[0].get("regime") == "validation":
+        return None
+    by_seed = [fmean(gap) for gap in gaps]
+    if ours[0].get("regime") == "validation":
+        single, draws = [fmean(each) for each in zip(*gaps)], variance(by_seed) / len(gaps) if len(gaps) > 1 else 0.0
+    else:
+        single, draws = [gap for seed in gaps for gap in seed], 0.0
+    size, total = len(single) + 2, sum(single)
+    error = math.sqrt((sum(gap * gap for gap in single) + 1 - total * total / size) / size**2 + draws)
+    middle = total / size
+    return Lead(
+        theirs[0]["method"], 100 * fmean(by_seed), 100 * (middle - WIDTH * error), 100 * (middle + WIDTH * error),
+        len(single),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The method the held-out answers and the methods' standing lead to, and what it cannot be told from."""
+
+    method: str
+    tied: tuple[str, ...]
+    refused: str | None = None  # chosen, but below the target as it is on test
+
+
 def judge(
     rows: Sequence[Row], titles: Mapping[str, str] | None = None, traits: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -37,14 +102,18 @@ def judge(
     for row in rows:
         groups.setdefault(row["method"], []).append(row)
     ranking = _ranking({name: group for name, group in groups.items() if not known[name].reference})
-    winner = ranking[0]
     tested = all(row["accuracy"] is not None for row in rows)
     accuracy = {name: fmean(row["accuracy"] for row in group) for name, group in groups.items() if tested}
-    following = next((name for name in ranking[1:] if not known[name].control), None)
+    chosen = _checked(_choose(ranking, groups, known), accuracy, groups, known)
+    winner = chosen.method
+    following = next((name for name in ranking if name != winner and not known[name].control), None)
     over_next = accuracy[winner] - accuracy[following] if following and tested else None
     noise = _noise(groups, winner, following) if tested else None
-    stays = known[winner].stays or all(row["alpha"] == 0 for row in groups[winner])
     by_test = max(ranking, key=lambda name: accuracy[name]) if tested else None
+    ahead = lead(groups[winner], groups[following]) if following else None
+    tied = list(chosen.tied)
+    if following and ahead is None and noise is not None and over_next is not None and abs(over_next) <= noise:
+        tied = [following]  # the answers are not known: the seeds' spread on test must do
     verdict: dict[str, Any] = {
         "method": winner,
         "accuracy": accuracy.get(winner),
@@ -52,6 +121,10 @@ def judge(
         "held_out": mean([row.get("validation_accuracy") for row in groups[winner]]),
         "recovered": mean([row.get("recovered") for row in groups[winner]]),
         "next": following,
+        "lead": asdict(ahead) if ahead is not None else None,
+        "tie": bool(tied),
+        "tied": tied,
+        "refused": chosen.refused,
         "margin_over_next": over_next,
         "over_zero_shot": accuracy[winner] - accuracy[FLOOR] if FLOOR in accuracy else None,
         "spread": noise,
@@ -59,7 +132,7 @@ def judge(
         "exceeds_spread": over_next is not None and noise is not None and over_next > noise,
         "cost_seconds": fmean(row["seconds"] for row in groups[winner]),
         "cost_flops": mean([row.get("flops") for row in groups[winner]]),
-        "transport": not stays,
+        "transport": not known[winner].stays and any(row["alpha"] != 0 for row in groups[winner]),
         "best_on_test": by_test,
         "test_agrees": accuracy[winner] >= accuracy[by_test] - 1e-9 if by_test else None,
         "regime": rows[0].get("regime"),
@@ -68,7 +141,7 @@ def judge(
         "seeds": len(groups[winner]),
     }
     verdict["advice"] = _advice(verdict, titles, known)
-    verdict["text"] = _words(verdict, accuracy, groups, titles)
+    verdict["text"] = _words(verdict, accuracy, groups, titles, known)
     return verdict
 
 
@@ -86,6 +159,41 @@ def _ranking(groups: Mapping[str, Sequence[Row]]) -> list[str]:
         return (-round(value, 9), name != FLOOR, *cost)
 
     return sorted(groups, key=key)
+
+
+def _choose(ranking: Sequence[str], groups: Mapping[str, Sequence[Row]], known: Mapping[str, Traits]) -> Chosen:
+    """The leader, or of all that cannot be told from it a method that is favoured and not below the target."""
+    leader = ranking[0]
+    close = [name for name in ranking[1:] if not known[name].control and _tied(groups[leader], groups[name])]
+    floor = _held(groups[FLOOR]) if FLOOR in groups else -math.inf
+    able = [name for name in (leader, *close) if known[name].favoured and _held(groups[name]) >= floor]
+    winner = able[0] if able else leader
+    tied = [name for name in (leader, *close) if name != winner and _tied(groups[winner], groups[name])]
+    return Chosen(winner, tuple(tied))
+
+
+def _checked(
+    chosen: Chosen, accuracy: Mapping[str, float], groups: Mapping[str, Sequence[Row]], known: Mapping[str, Traits]
+) -> Chosen:
+    """The target as it is, where the choice moves nothing or scores below it on test."""
+    name = chosen.method
+    if name == FLOOR or FLOOR not in groups:
+        return chosen
+    if not known[name].stays and all(row["alpha"] == 0 for row in groups[name]):
+        return Chosen(FLOOR, tuple(other for other in chosen.tied if other != FLOOR))
+    if name in accuracy and accuracy[name] < accuracy[FLOOR]:
+        return Chosen(FLOOR, (), refused=name)
+    return chosen
+
+
+def _held(group: Sequence[Row]) -> float:
+    found = mean([row.get("validation_accuracy") for row in group])
+    return -math.inf if found is None else round(found, 9)
+
+
+def _tied(ours: Sequence[Row], theirs: Sequence[Row]) -> bool:
+    found = lead(ours, theirs)
+    return found is not None and found.tied
 
 
 def _noise(groups: Mapping[str, Sequence[Row]], first: str, second: str | None) -> float | None:
@@ -115,22 +223,38 @@ def chosen_on(verdict: Mapping[str, Any]) -> str:
     return places.get(verdict["regime"], "Nothing was held out to choose it")
 
 
+def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str], known: Mapping[str, Traits]) -> str:
+    """What to do, in one sentence; a lead that the examples do not bear out is called a tie."""
+    winner = verdict["method"]
+    if winner == FLOOR or (not known[winner].stays and not verdict["transport"]):
+        return "Do not transport: keep the target as it is."
+    name = inline(titles.get(winner, winner))
+    if verdict["tie"]:
+        others = [inline(titles.get(other, other)) for other in verdict["tied"]]
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        return f"Ship {name} (a tie with {others[0]}{more})."
+    if known[winner].stays:
+        return f"Ship {name}: on the same examples it does better than moving the old fine-tune."
+    return f"Ship {name}."
+
+
 def _words(
     verdict: Mapping[str, Any],
     accuracy: Mapping[str, float],
     groups: Mapping[str, Sequence[Row]],
     titles: Mapping[str, str],
+    known: Mapping[str, Traits],
 ) -> str:
     def name(method: str) -> str:
         return inline(titles.get(method, method))
 
     winner, following = verdict["method"], verdict["next"]
-    text = [verdict["advice"]]
+    text, how = [verdict["advice"]], f"{chosen_on(verdict)}{_ahead(verdict, known, name)}"
     if verdict["accuracy"] is None:
-        there = "" if verdict["held_out"] is None else f", where it scores {verdict['held_out']:.1f}%"
-        text.append(f"{chosen_on(verdict)}{there}. There is no test split: nothing has checked this choice.")
+        there = "" if verdict["held_out"] is None else f"; it scores {verdict['held_out']:.1f}% there"
+        text.append(f"{how}{there}. There is no test split: nothing has checked this choice.")
     else:
-        text.append(f"{chosen_on(verdict)}; test {verdict['measure']} {verdict['accuracy']:.1f}%{_gain(verdict)}.")
+        text.append(f"{how}; test {verdict['measure']} {verdict['accuracy']:.1f}%{_gain(verdict)}.")
         if following is not None:
             text.append(_against(verdict, name(following)))
         text.append(_check(verdict, accuracy, name))
@@ -143,33 +267,22 @@ def _words(
     return " ".join(text)
 
 
-def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str], known: Mapping[str, Traits]) -> str:
-    """What to do, in one sentence; a lead within the seeds' spread is not called a win."""
-    winner, following = verdict["method"], verdict["next"]
-    name, other = inline(titles.get(winner, winner)), inline(titles.get(following, str(following)))
-    tied = following is not None and _tied(verdict)
-    stays = known[winner].stays
-    if winner == FLOOR or (not stays and not verdict["transport"]):
-        return "Do not transport: keep the target as it is."
-    if stays and tied and not known[following].stays:
-        return f"No need to transport: {name} on the same examples does as well as {other}."
-    if stays and _behind(verdict):
-        return f"Do not transport: {name} on the same examples scored best where the choice is made."
-    if stays:
-        return f"Do not transport: {name} on the same examples does better than moving the old fine-tune."
-    return f"Ship {name}; {other} does as well." if tied else f"Ship {name}."
-
-
-def _tied(verdict: Mapping[str, Any]) -> bool:
-    """Whether the seeds' spread covers the difference to the next, whichever of the two is ahead."""
-    gap, noise = verdict["margin_over_next"], verdict["spread"]
-    return gap is not None and noise is not None and abs(gap) <= noise
-
-
-def _behind(verdict: Mapping[str, Any]) -> bool:
-    """Whether test puts the chosen method below the next by more than the seeds' spread."""
-    gap = verdict["margin_over_next"]
-    return gap is not None and verdict["spread"] is not None and gap < 0 and not _tied(verdict)
+def _ahead(verdict: Mapping[str, Any], known: Mapping[str, Traits], name: Any) -> str:
+    """The held-out lead in words: clear, or too small for so few answers."""
+    if verdict["refused"] is not None:
+        return f" was {name(verdict['refused'])}, and test refused it"
+    if verdict["lead"] is None:
+        return ""
+    ahead = Lead(**verdict["lead"])
+    if not ahead.tied:
+        return f", where it leads {name(ahead.over)} by {ahead.words()}"
+    why = "the one that scored higher"
+    if known[verdict["method"]].favoured:
+        why = "what did better elsewhere"
+    return (
+        f", where {ahead.answers} answers are too few to tell it from {name(ahead.over)} ({ahead.words()}): "
+        f"of the two it is {why}"
+    )
 
 
 def _gain(verdict: Mapping[str, Any]) -> str:
@@ -186,9 +299,9 @@ def _against(verdict: Mapping[str, Any], following: str) -> str:
     sense = f"On test that is {gap:+.1f} points against the next, {following}"
     if noise is None:
         return f"{sense}; one seed, so the spread is unknown: add seeds before trusting the order."
-    if _tied(verdict):
+    if abs(gap) <= noise:
         return f"{sense}, within the seeds' spread of {noise:.1f}: the two are not told apart."
-    if _behind(verdict):
+    if gap < 0:
         return f"{sense}: behind it by more than the seeds' spread of {noise:.1f}."
     error = verdict["test_error"]
     if error is not None and gap < error:
@@ -197,11 +310,10 @@ def _against(verdict: Mapping[str, Any], following: str) -> str:
 
 
 def _check(verdict: Mapping[str, Any], accuracy: Mapping[str, float], name: Any) -> str:
-    lost = verdict["over_zero_shot"]
-    if lost is not None and lost < 0 and verdict["method"] != FLOOR:
-        return (
-            f"Test disagrees: it is {-lost:.1f} points below the target as it is. Do not ship it without more labels."
-        )
+    refused = verdict["refused"]
+    if refused is not None:
+        lost = accuracy[FLOOR] - accuracy[refused]
+        return f"Test disagrees with the choice: {name(refused)} is {lost:.1f} points below the target as it is there."
     if verdict["test_agrees"]:
         return "Test agrees: nothing else scored higher there."
     top = verdict["best_on_test"]

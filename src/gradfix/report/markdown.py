@@ -43,13 +43,14 @@ def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[
         f"| method | held out | {safe(measure_of(verdict))} | recovered | alpha | seconds | FLOPs |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in rows:
+    own = results.had_row(pair)
+    for row in [*([own] if own is not None else []), *rows]:
         wide = f" ± {row['spread']:.1f}" if row["spread"] is not None else ""
         held = number_text(row["validation_accuracy"], ".1f")
         name = safe(row["title"])
         name = f"**{name}**" if row["method"] == verdict["method"] else name
         lines.append(
-            f"| {name} | {held} | {number_text(row['accuracy'], '.1f')}{wide} | {share_text(row['recovered'])} | {number_text(row['alpha'])} "
-            f"| {seconds(row['seconds'])} | {flops(row['flops']) or '-'} |"
+            f"| {name} | {held} | {number_text(row['accuracy'], '.1f')}{wide} | {share_text(row['recovered'])} | "
+            f"{number_text(results.shown_alpha(row))} | {'-' if row['seconds'] is None else seconds(row['seconds'])} | {flops(row['flops']) or '-'} |"
         )
     return [*lines, ""]

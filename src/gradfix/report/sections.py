@@ -37,7 +37,8 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "reasons": reasons(main),
         "verdict": main,
         "compared": compared(main),
-        "figures": figures(main),
+        "figures": figures(main, [entry for entry in results.changed if entry["pair"] == pair]),
+        "costs": [(name, seconds(spent)) for name, spent in main.get("cost_parts", {}).items()],
         "others": [verdict for verdict in verdicts if verdict is not main],
         "caution": baseline_wins(main, results),
         "budgets": [_budget(results, pair, verdict) for verdict in verdicts],
@@ -66,8 +67,16 @@ def reasons(verdict: Entry) -> str:
     return str(verdict["text"]).removeprefix(verdict["advice"]).strip()
 
 
-def figures(verdict: Entry) -> list[tuple[str, str]]:
+def figures(verdict: Entry, changed: Sequence[Entry] = ()) -> list[tuple[str, str]]:
     found = []
+    if not compared(verdict):
+        before = verdict["accuracy"] - verdict["over_zero_shot"]
+        if verdict.get("had") is not None:
+            found.append(("what you had, on the old base", f"{verdict['had']:.1f}%"))
+        found += [("the target before", f"{before:.1f}%"), ("and after", f"{verdict['accuracy']:.1f}%")]
+        for entry in changed:
+            found.append(("answers repaired, broken", f"{entry['counts']['repaired']}, {entry['counts']['broken']}"))
+        return [*found, ("time", seconds(verdict["cost_seconds"]))]
     if verdict["accuracy"] is not None:
         found.append((f"test {measure_of(verdict)}", f"{verdict['accuracy']:.1f}%"))
     elif verdict.get("held_out") is not None:
@@ -109,6 +118,11 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         row["kind"] = results.traits_of(row["method"]).kind
         row["flops_text"] = flops(row["flops"])
         row["seconds_text"] = seconds(row["seconds"])
+        row["alpha"] = results.shown_alpha(row)
+    own = results.had_row(pair)
+    if own is not None:
+        nothing = {"winner": False, "best_on_test": False, "kind": "reference", "flops_text": "", "seconds_text": ""}
+        rows.insert(0, {**own, **nothing})
     tested = all(row["accuracy"] is not None for row in rows)
     for row in rows:
         row["bar"] = (row["accuracy"] if tested else row["validation_accuracy"]) or 0.0
@@ -119,6 +133,8 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
     return {
         "shots": shots,
         "rows": rows,
+        "shown": {name for name in OPTIONAL if any(row[name] is not None for row in rows)},
+        "grey": _grey(rows),
         "bars": sorted(rows, key=lambda row: -row["bar"]),
         "measure": measure_of(verdict),
         "measured": f"{'Test' if tested else 'Held-out'} {measure_of(verdict)}{'' if tested else ' (there is no test split)'}",
@@ -130,32 +146,37 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
     }
 
 
+def _grey(rows: Sequence[Entry]) -> str:
+    kinds = {row["kind"] for row in rows}
+    named = [name for name, kind in (("references", "reference"), ("controls", "control")) if kind in kinds]
+    return f". Grey: {' and '.join(named)}." if named else "."
+
+
+OPTIONAL = ("validation_accuracy", "recovered", "margin", "flops")  # columns that a page may have nothing for
 STYLES = ("main", "second", "third")
 
 
 def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str, Any] | None:
-    """One line per method that is drawn, in the order of the styles."""
-    drawn: dict[str, tuple[str, str]] = {}
-    for name in dict.fromkeys(entry["method"] for entry in entries):
-        line = results.traits_of(name).drawn
-        if line is not None:
-            drawn[name] = line
+    """One line per method that is drawn (or per line that an entry names), in the order of the styles."""
+    drawn: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        line = entry.get("line") or results.traits_of(entry["method"]).drawn
+        if line is not None and len(entry["points"]) > 1:
+            drawn.setdefault((line[0], line[1]), []).append(entry)
     series = []
-    for method, (style, legend) in sorted(drawn.items(), key=lambda item: _rank(item[1][0])):
-        mine = [entry for entry in entries if entry["method"] == method and len(entry["points"]) > 1]
-        if mine:
-            runs = [[(float(x), float(y)) for x, y in entry["points"]] for entry in mine]
-            best = [float(entry["best"]) for entry in mine]
-            series.append(Series(legend, style, runs, best))
+    for (style, legend), mine in sorted(drawn.items(), key=lambda item: _rank(item[0][0])):
+        runs = [[(float(x), float(y)) for x, y in entry["points"]] for entry in mine]
+        series.append(Series(legend, style, runs, [float(e["best"]) for e in mine if e["best"] is not None]))
     if not series:
         return None
     measure = entries[0].get("measure", "accuracy")
     where = entries[0].get("on", "validation" if regime == "validation" else "held-out folds")
     unit = " (%)" if measure == "accuracy" else ""
     return {
-        "svg": curves(series, "alpha", f"{measure} on {where}{unit}"),
+        "svg": curves(series, "alpha", f"{measure} {'' if measure == 'distance' else 'on '}{where}{unit}"),
         "measure": measure,
         "legend": [(s.name, s.style) for s in series],
+        "several": any(len(s.runs) > 1 for s in series),
     }
 
 

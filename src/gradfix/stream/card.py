@@ -221,23 +221,26 @@ def _percent(value: object) -> str | None:
 
 def _measured(manifest: Mapping[str, Any]) -> str:
     measured = _section(_section(manifest, "details"), "measured")
-    rows: list[tuple[str, object, object]] = [
-        ("few-shot loss", measured.get("fewshot_loss_before"), measured.get("fewshot_loss_after"))
+    rows: list[tuple[str, object, object, object]] = [
+        ("few-shot loss", None, measured.get("fewshot_loss_before"), measured.get("fewshot_loss_after"))
     ]
-    before, after = _section(measured, "test_before"), _section(measured, "test_after")
+    had, before, after = (_section(measured, name) for name in ("had", "test_before", "test_after"))
     called = {"accuracy": measured.get("measure", "accuracy")}
     rows += [
-        (f"test {safe(called.get(key, key))}", before.get(key), after.get(key))
+        (f"test {safe(called.get(key, key))}", had.get(key), before.get(key), after.get(key))
         for key in sorted({*before, *after}, key=str)
     ]
     lines = [
-        f"| {name} | {_number(left)} | {_number(right)} |"
-        for name, left, right in rows
+        f"| {name} | {f'{_number(old)} | ' if had else ''}{_number(left)} | {_number(right)} |"
+        for name, old, left, right in rows
         if left is not None or right is not None
     ]
     if not lines:
         return "## Measured\n\nNothing was measured when this folder was written. Evaluate it before you use it.\n"
-    return "\n".join(["## Measured", "", "| | before | after |", "|---|---:|---:|", *lines]) + "\n"
+    head = ["| | before | after |", "|---|---:|---:|"]
+    if had:
+        head = ["| | what you had (the fine-tune on its old base) | before | after |", "|---|---:|---:|---:|"]
+    return "\n".join(["## Measured", "", *head, *lines]) + "\n"
 
 
 def _number(value: object) -> str:

@@ -1,4 +1,4 @@
-"""How far a long copy got, in words: bytes done, bytes in all (where they are known), time left."""
+"""How far a long job got, in words: bytes or units done, how many in all (where that is known), time left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Callable
 
 GIB = 2**30
 EVERY_SECONDS = 0.25
+SOON_SECONDS = 2.0  # before that nobody asks how long it will take
+
+
+def telling_more(say: Callable[[str], None]) -> Callable[[str], None]:
+    """How to tell more about the step that was announced; whoever makes no difference is told as of a step."""
+    more: Callable[[str], None] = getattr(say, "update", say)
+    return more
 
 
 class Meter:
@@ -20,7 +27,7 @@ class Meter:
         what: str = "writing",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.say, self.what, self.clock = total, say, what, clock
+        self.total, self.say, self.what, self.clock = total, telling_more(say), what, clock
         self.done = 0
         self._begin: float | None = None
         self._begun_with = 0
@@ -44,3 +51,35 @@ class Meter:
         if spent <= 0 or moved <= 0 or self.done >= self.total:
             return line
         return f"{line}, {math.ceil((self.total - self.done) * spent / moved)} s left"
+
+
+class Countdown:
+    """Says what is done now, how many units are done, and the time left by the pace so far."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.say, self.clock = say, clock
+        self._begin: float | None = None
+        self._begun_with = 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.say(self.text(what, done, total))
+
+    def text(self, what: str, done: int, total: int) -> str:
+        now = self.clock()
+        if self._begin is None:
+            self._begin, self._begun_with = now, done
+        return f"{what} ({done}/{total}{self._left(now, done, total)})"
+
+    def _left(self, now: float, done: int, total: int) -> str:
+        assert self._begin is not None
+        spent, made = now - self._begin, done - self._begun_with
+        if spent < SOON_SECONDS or made <= 0 or done >= total:
+            return ""
+        return f", about {span((total - done) * spent / made)} left"
+
+
+def span(seconds: float) -> str:
+    """A duration for people."""
+    if seconds < 100:
+        return f"{math.ceil(seconds)} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

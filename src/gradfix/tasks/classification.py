@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfix.data.columns import by_number
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.base import TASKS, Batch, ClosedSet, Example, Prompts, Task, label_indices, settings_of
 from gradfix.tasks.classifiers import Classifier, HuggingFaceClassifier, TimmClassifier
@@ -72,7 +73,7 @@ def match_labels(labels: Sequence[str], names: Sequence[str], folder: Path) -> l
         shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
         raise DataError(
             f"the data's label {odd[0]!r} is no class of {folder}; its {len(names)} classes are: {shown}.{hint} "
-            f"{_way_out(columns)}"
+            f"{by_number(names) if odd[0].isdigit() else _way_out(columns)}"
         )
     return [columns[label] for label in labels]
 

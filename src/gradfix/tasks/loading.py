@@ -77,7 +77,10 @@ def locate(source: str | os.PathLike[str], base: str | os.PathLike[str] | None =
         base = None
     if not path.is_dir():
         if base is None:
-            raise UsageError(f"{path} is a single file; this task needs the folder with its config and tokenizer.")
+            raise UsageError(
+                f"{path} is a single file: weights without the config.json, and the tokenizer or image transform, that say "
+                "what model they are. Give the folder it was saved with, or put the file into that of its base."
+            )
         return Home(_full_model(resolve(base), path), file=path, **how)
     if not (path / ADAPTER_CONFIG).is_file():
         return Home(path, **how)
