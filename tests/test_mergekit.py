@@ -1,7 +1,7 @@
 """gradfix and mergekit on the same files: the table of docs/mergekit.md, made here.
 
-GRADFIX_MERGEKIT_PYTHON is the interpreter of an environment that has mergekit. `python -m tests.test_mergekit --write`
-refreshes the table."""
+GRADFIX_MERGEKIT_PYTHON is the interpreter of an environment that has mergekit. `python -m tests.test_mergekit` writes
+the table."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import tests.conftest  # noqa: F401  as in the tests, also when run by hand
 from gradfix.checkpoints.matched import TOKEN_TABLE, read_vocabulary
 from gradfix.errors import GradfixError
 from gradfix.merging.foreign import Job, mergekit_documents, run_document

@@ -211,6 +211,12 @@ def test_slices_stack_layers_and_the_config_follows(tmp_path: Path, home: Path) 
     assert torch.equal(found["lm_head.weight"], (b["lm_head.weight"].bfloat16() * 0.5))
 
 
+def test_a_scale_of_zero_is_no_fault(tmp_path: Path, home: Path) -> None:
+    models = [{"model": "a", "parameters": {"scale": [{"filter": "q_proj", "value": 0}, {"value": 1}]}}]
+    found = merged(tmp_path, home, {"merge_method": "passthrough", "models": models})
+    assert all(bool(tensor.any()) == ("q_proj" not in name) for name, tensor in found.items())
+
+
 def test_tensors_that_no_rule_changes_are_copied(tmp_path: Path, home: Path) -> None:
     found = merged(tmp_path, home, {"merge_method": "passthrough", "models": [{"model": "a"}]})
     assert all(torch.equal(tensor, weights(home, "a")[name].float()) for name, tensor in found.items())

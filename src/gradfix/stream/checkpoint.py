@@ -266,7 +266,7 @@ class _Pass:
                 f"the mask keeps {kept / nonzero:.2%} of the task vector: nothing to speak of would be transported. "
                 "More --shots or --mask veto may help; --force goes on all the same."
             )
-        if survived == 0:
+        if kept and survived == 0:
             raise UnsafeResult("rounding to the output's dtype absorbs the whole update; use --out-dtype fp32.")
         if survived < 0.5 * kept:
             return [f"rounding absorbs {1 - survived / kept:.0%} of the update; --out-dtype fp32 keeps it"]
