@@ -12,7 +12,7 @@ import pytest
 from tests.house import DOORS, FLOORS, ROOT, SOURCE, cycle, floor, imports, modules, packages, run_nodes
 
 IN_THE_ROOT = 6  # modules
-IN_ALL = 170  # modules
+IN_ALL = 172  # modules
 LONGEST = 400  # lines of a file
 WIDE = 8  # parameters; a function with more is wide
 WIDE_FUNCTIONS = 5
