@@ -102,7 +102,7 @@ def page_results(wanted: Asked, result: TransportResult, shots: Shots) -> Result
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     where: dict[str, Any] = {"pair": None, "shots": shots.per_class, "seed": config.seed, "method": name}
     before, after = _rows(wanted, result, shots)
-    kind = "Trained" if traits.stays else "Moved"
+    kind = "Trained" if traits.stays else "Transported"
     titles = {
         FLOOR: METHODS[FLOOR].title,
         name: f"{kind} ({wanted.masked.mask if wanted.masked is not None else name})",
