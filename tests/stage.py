@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.cli import run
-from tests.tiny import save_tiny, toy_images, toy_texts, write_rows
+from tests.tiny import save_tiny, toy_images, toy_texts, toy_topics, write_rows
 
 SPLITS = (("train", 48, 1), ("validation", 12, 2), ("test", 12, 3))
 Build = Callable[[Path], None]
@@ -103,6 +103,25 @@ def _bert(home: Path) -> None:
 def _bert_zero_shot(home: Path) -> None:
     base, _ = _pair("bert", home, "bert")
     tune(base, home / "bert-old-reviews", texts(home / "reviews"), "zero-shot")
+
+
+@_setup("retrieval")
+def _retrieval(home: Path) -> None:
+    base = save_tiny("bert", home / "minilm", seed=0)
+    save_tiny("bert", home / "new-base", seed=1)
+    for split, count, seed in (("train", 60, 1), ("test", 40, 3)):
+        write_rows(home / "questions", split, without(toy_topics(2 * count, seed), home / "questions")[:count])
+    tune(base, home / "minilm-support", home / "questions", "embedding")
+    rows = without(toy_topics(120, 7), home / "questions")[:60]
+    (home / "texts.jsonl").write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in rows))
+    pairs = [{"query": a["text"], "positive": b["text"]} for a, b in zip(rows[:-4], rows[4:], strict=True)]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs[:30]))
+
+
+def without(rows: list[dict[str, str]], folder: Path) -> list[dict[str, str]]:
+    """The rows whose texts no file of the folder has."""
+    known = "".join(path.read_text() for path in folder.glob("*.jsonl")) if folder.is_dir() else ""
+    return [row for row in rows if json.dumps(row["text"]) not in known]
 
 
 @_setup("merge")

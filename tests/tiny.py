@@ -324,6 +324,27 @@ def toy_texts(count: int, seed: int = 0) -> list[dict[str, str]]:
     return rows
 
 
+TOPICS = {
+    "card": ("card", "plastic", "chip", "wallet"),
+    "cash": ("money", "notes", "coins", "cash"),
+    "transfer": ("send", "wire", "transfer", "account"),
+    "rate": ("exchange", "rate", "currency", "euro"),
+}
+
+
+def toy_topics(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Different rows with "text" and "label": two words of each text are its topic's; labels alternate."""
+    draw = random.Random(seed)
+    fillers = ["please", "help", "my", "the", "is", "where", "now", "today", "how", "a", "again", "soon"]
+    found: dict[str, str] = {}
+    while len(found) < count:
+        label = list(TOPICS)[len(found) % len(TOPICS)]
+        words = draw.choices(TOPICS[label], k=2) + draw.sample(fillers, 3)
+        draw.shuffle(words)
+        found.setdefault(" ".join(words), label)
+    return [{"text": text, "label": label} for text, label in found.items()]
+
+
 def toy_images(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Rows with a PIL "image" in noisy red, green or blue and its "label"; labels alternate."""
     import numpy as np

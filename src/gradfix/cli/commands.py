@@ -70,7 +70,8 @@ def _transport(config: configs.TransportConfig, out: Printer) -> None:
             ("what you had", f"{result.had['accuracy']:.2f} (test {result.measure}, the old fine-tune on its base)")
         )
     if before and after:
-        rows.append((f"test {result.measure}", f"{before['accuracy']:.2f} -> {after['accuracy']:.2f}"))
+        named = {"accuracy": result.measure, **{n: n for n in after if n not in ("accuracy", "loss", "samples")}}
+        rows += [(f"test {title}", f"{before[name]:.2f} -> {after[name]:.2f}") for name, title in named.items()]
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
     out.notes(result.notes)
     out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
@@ -116,7 +117,8 @@ def _evaluate(config: configs.EvaluateConfig, out: Printer) -> None:
     with out.stages() as stage:
         result = run_evaluate(config, stage)
     out.json(result)
-    out.say(f"{config.model}: {result['measure']} {result['accuracy']:.2f} %, loss {result['loss']:.4f}, "
+    besides = "".join(f"{name} {result[name]:.2f} %, " for name in result if name.startswith(("recall@", "MRR")))
+    out.say(f"{config.model}: {result['measure']} {result['accuracy']:.2f} %, {besides}loss {result['loss']:.4f}, "
             f"{result['samples']} examples of {result['split']}")  # fmt: skip
     out.notes(result["notes"])
 

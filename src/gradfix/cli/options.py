@@ -114,6 +114,9 @@ def settle(kind: type[Config], given: dict[str, Any], path: str | None) -> Confi
     values = _from_yaml(path, known) if path else {}
     values |= {name: value for name, value in given.items() if value is not None and value != []}
     for name, field in known.items():
+        stand_in = field.metadata["stand_in"]
+        if name not in values and values.get(stand_in) is not None:
+            values[name] = values[stand_in]
         if field.metadata["required"] and name not in values:
             word = name.upper() if field.metadata["positional"] else flag(name)
             raise UsageError(f"{word} is missing: {help_text(field)}")

@@ -15,6 +15,7 @@ from gradfix.methods.method import Method
 from gradfix.methods.methods import METHODS
 from gradfix.methods.trained import is_turned
 from gradfix.registry import unknown
+from gradfix.tasks.base import TASKS
 from gradfix.vectors.masks import MASKS
 
 DEFAULT = "best"
@@ -82,6 +83,20 @@ def asked(config: TransportConfig, name: str | None = None) -> Asked:
         return Asked(name, replace(method, run=run), replace(config, method=name))
     words = {word: getattr(run, word) for word in FIXED if getattr(run, word) != getattr(PAPER, word)}
     return Asked(name, replace(method, run=run), replace(config, method=None, **{"mask": run.mask, **words}))
+
+
+def refuse_odd_task(config: TransportConfig) -> TransportConfig:
+    """What only some tasks can do; texts that are all there is mean that no label is asked for."""
+    import gradfix.tasks  # noqa: F401  fills the registry
+
+    task = TASKS[config.task]
+    if config.keep_index and config.task != "embedding":
+        raise UsageError("--keep-index is for --task embedding: other models have no index to keep.")
+    if config.data != config.unlabelled:
+        return config
+    if not task.takes_bare:
+        raise UsageError("--data is missing: only --task embedding can do with --unlabelled texts alone.")
+    return replace(config, shots=0)
 
 
 def _masked(config: TransportConfig, kind: Masked) -> Masked:

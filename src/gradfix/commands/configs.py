@@ -21,10 +21,13 @@ def option(
     least: float | None = None,
     most: float | None = None,
     choices: str | None = None,
+    stand_in: str | None = None,
 ) -> Any:
-    """A field of a config; `choices` is where the registry of its names stands, as `module:NAME`."""
+    """A field of a config; `choices` is where the registry of its names stands, as `module:NAME`.
+
+    Where a required option is missing, the one called `stand_in` stands in for it."""
     metadata = {"help": help, "required": required, "positional": positional, "least": least, "most": most,
-                "choices": choices}  # fmt: skip
+                "choices": choices, "stand_in": stand_in}  # fmt: skip
     return field(default=tuple(default) if isinstance(default, list) else default, metadata=metadata)
 
 
@@ -65,7 +68,10 @@ def command_line(command: str, config: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    data: str = option("File, folder with train/validation/test files, image folder or hub dataset.", required=True)
+    data: str = option(
+        "File, folder with train/validation/test files, image folder or hub dataset.", required=True,
+        stand_in="unlabelled",
+    )  # fmt: skip
     task: str = option("What the models do.", required=True, choices="gradfix:TASKS")
     label_column: str | None = option("Column that holds the label.")
     text_column: tuple[str, ...] = option("Column(s) that hold the text.", ())
@@ -167,6 +173,9 @@ class TransportConfig(TrioOptions, ShotOptions):
     votes: str | None = option("Votes file made earlier on this target; no gradients are computed then.")
     validation: str | None = option("Validation data; 'none' to choose by folds of the few-shot examples.")
     unlabelled: str | None = option("Unlabelled inputs for --method best.")
+    keep_index: bool = option(
+        "Embedding: also write a map by which the new model's queries search the old index.", False
+    )
     out_dtype: str | None = option("Dtype of the written weights; the target's own by default.")
     out_lora: int | None = option("Write a LoRA adapter of this rank for the target instead of full weights.")
     report: str | None = option("Also write an HTML report of this transport.")

@@ -72,6 +72,7 @@ class TransportResult:
     along: Along | None = None
     flops: float | None = None
     changed: dict[str, Any] = field(default_factory=dict)
+    keep_index: dict[str, Any] | None = None  # what the map into the old space keeps
 
     def as_json(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name not in ("report", "changed", "along")}
@@ -142,16 +143,20 @@ def _rows(wanted: Asked, result: TransportResult, shots: Shots) -> tuple[dict[st
     }  # fmt: skip
     before = shared | {
         "method": FLOOR, "accuracy": result.test_before["accuracy"], "alpha": 0.0, "seconds": 0.0, "flops": None,
-        "test_loss": result.test_before["loss"], "loss_after": result.fewshot_loss_before, "notes": [],
+        "measures": _besides(result.test_before), "test_loss": result.test_before["loss"], "loss_after": result.fewshot_loss_before, "notes": [],
         "margin": None, "kept": None,
     }  # fmt: skip
     after = shared | {
         "method": wanted.name, "accuracy": result.test_after["accuracy"], "alpha": result.alpha, "margin": result.margin,
-        "seconds": sum(result.seconds.values()), "test_loss": result.test_after["loss"], "flops": result.flops,
+        "measures": _besides(result.test_after), "seconds": sum(result.seconds.values()), "test_loss": result.test_after["loss"], "flops": result.flops,
         "loss_after": result.fewshot_loss_after, "kept": result.report.kept if result.report else None,
         "notes": list(result.notes),
     }  # fmt: skip
     return before, after
+
+
+def _besides(score: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in score.items() if name not in ("accuracy", "loss", "samples")}
 
 
 def _kept(wanted: Asked, result: TransportResult) -> list[dict[str, float]]:

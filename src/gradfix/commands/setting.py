@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype
-from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions
+from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions, TransportConfig
 from gradfix.data import (
     Dataset,
     Row,
@@ -24,8 +25,10 @@ from gradfix.data import (
     without_overlap,
 )
 from gradfix.data.files import Spelling
-from gradfix.errors import DataError, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.methods.opening import open_tuned
 from gradfix.tasks.base import TASKS, Bound, Task
+from gradfix.tasks.scoring import mean_loss
 
 NO_VALIDATION = "none"
 Counted = TypeVar("Counted", bound=ShotOptions | CompareConfig)
@@ -75,9 +78,12 @@ def device_of(name: str | None) -> str:
 
 
 def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:
+    import gradfix.tasks  # noqa: F401  fills the registry
+
     columns = list(options.text_column)
     return load_data(
         source,
+        bare=TASKS[options.task].takes_bare,
         label_column=options.label_column,
         text_column=columns[0] if len(columns) == 1 else columns or None,
         image_column=options.image_column,
@@ -188,6 +194,23 @@ def draw(start: Prepared, options: ShotOptions, validation: str | None = None, b
 def used_note(count: int, whole: int) -> str:
     more = "" if count == whole else "; --shots K takes K per class"
     return f"using {count} of {whole} labelled examples{more}"
+
+
+def refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
+    """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
+    if config.head != "error":
+        return  # the base has no head of its own to be scored with
+    losses = {}
+    settings = torch_dtype(config.dtype), device_of(config.device)
+    base = start.open(config.base)
+    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
+        losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
+    if losses["tuned"] > losses["base"]:
+        raise IncompatibleCheckpoints(
+            f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "
+            f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
+            "--force (or --no-check) goes on all the same."
+        )
 
 
 def validation_rows(start: Prepared, validation: str | None) -> list[Row] | None:

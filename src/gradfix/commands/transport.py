@@ -20,22 +20,21 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
-from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
+from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart, refuse_odd_task
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import Along, TransportResult, write_page
-from gradfix.commands.setting import Prepared, Shots, device_of, draw, setting, unseen_unlabelled
+from gradfix.commands.setting import Prepared, Shots, device_of, draw, refuse_swapped, setting, unseen_unlabelled
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
-from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.errors import DataError, GradfixError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.changed import changed_examples
-from gradfix.methods.method import Outcome
+from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.opening import (
     fill,
     lenders_of,
     open_old,
     open_target,
-    open_tuned,
     refuse_itself,
     rounds,
     unmoved_on_disk,
@@ -50,7 +49,9 @@ from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_k
 from gradfix.system.meter import Meter
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound
+from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
+from gradfix.training.oldindex import OldIndex, keep_index
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
@@ -64,6 +65,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     """Check, run the method, write, score. Nothing is written before every check has passed."""
     if config.verdict is not None and (config.method not in (None, SPELLED, DEFAULT) or "mask" in given(config)):
         raise UsageError(f"--verdict {config.verdict} says what to ship: leave --method and --mask out.")
+    config = refuse_odd_task(config)
     wanted = asked(config) if config.verdict is None else None
     trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
     verdict = None
@@ -92,7 +94,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     with sole_writer(config):
         if config.check and not config.force and shots.fewshot:
             stage("checking that the fine-tune beats its base")
-            _refuse_swapped(config, start, shots, trio)
+            refuse_swapped(config, start, shots, trio)
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
 
 
@@ -102,23 +104,6 @@ def require_target(votes: SignVotes, target: Checkpoint) -> None:
     if votes.target_hash is not None and not is_target(votes.target_hash, target):
         raise IncompatibleCheckpoints(
             f"the votes were taken on other weights than {target}. Vote again on this target."
-        )
-
-
-def _refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
-    """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
-    if config.head != "error":
-        return  # the base has no head of its own to be scored with
-    losses = {}
-    settings = torch_dtype(config.dtype), device_of(config.device)
-    base = start.open(config.base)
-    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
-        losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
-    if losses["tuned"] > losses["base"]:
-        raise IncompatibleCheckpoints(
-            f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "
-            f"(loss {losses['base']:.3f}). Were --base and --tuned swapped, or is this another task? "
-            "--force (or --no-check) goes on all the same."
         )
 
 
@@ -137,7 +122,8 @@ class _Transport:
         self.names = name_map(self.bound.model, trio.target.names())
         settings = repr((config, vars(start.task), start.dataset.labels))
         self.partials = Partials(Path(config.out), settings, not config.dry_run)
-        self.fewshot = list(self.bound.batches(shots.fewshot, config.batch_size))
+        self.examples = self.bound.linked(shots.fewshot)
+        self.fewshot = list(self.bound.batches(self.examples, config.batch_size))
         self.seconds: dict[str, float] = {}
         self.flops: float | None = None
         self.notes: list[str] = list(shots.notes)
@@ -173,7 +159,7 @@ class _Transport:
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
             store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task), judged=False,
         )  # fmt: skip
-        trial.define(trial.set_name(shots.per_class, config.seed), shots.fewshot)
+        trial.define(trial.set_name(shots.per_class, config.seed), self.examples)
         return trial
 
     def _outcome(self, trial: Trial) -> Outcome:
@@ -183,7 +169,10 @@ class _Transport:
         trial.open_bill()
         with warnings.catch_warnings():  # a few examples of a fold say nothing about the transport itself
             warnings.filterwarnings("ignore", message=".*tensors abstained")
-            outcome = run(trial, trial.support(self.shots.per_class, self.config.seed))
+            try:
+                outcome = run(trial, trial.support(self.shots.per_class, self.config.seed))
+            except NotHere as error:  # compare goes on without the method; here its reason is the answer
+                raise (error.__cause__ if isinstance(error.__cause__, GradfixError) else error) from None
         self.flops = trial.bill.total(0.0).flops(trained_weights(self.bound), tokens_seen(trial))
         said = outcome.votes.notes if outcome.votes is not None else ()
         self.notes.extend(note for note in (*trial.notes, *said, *outcome.notes) if note not in self.notes)
@@ -213,6 +202,7 @@ class _Transport:
             dial.turn(alpha)
             loss_after, (after, new_answers) = self._loss(), self._test(trial)
             vouched = held_out or self._right() > right
+            kept = self._old_index(trial) if config.keep_index else None
         self.notes += refuse_broken(loss_after, alpha, config.force)
         if loss_before is not None and loss_after is not None:
             self.notes += refuse_risen(loss_before, loss_after, vouched, config.force)
@@ -228,9 +218,12 @@ class _Transport:
             "test_before": before,
             "test_after": after,
         }
+        if kept is not None:
+            measured["keep_index"] = kept.as_json()
+            self.notes.append(kept.note())
         report = None
         if not config.dry_run:
-            look = self._read_back(trial, measured, adapter is not None)
+            look = self._read_back(trial, measured, adapter is not None, kept)
             report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
             self.partials.forget()
             self.notes.extend(report.notes)
@@ -240,10 +233,18 @@ class _Transport:
             before, measured["test_after"], loss_before, measured["fewshot_loss_after"], self.seconds,
             tuple(dict.fromkeys(self.notes)), self.bound.measure, measured["had"], Along.of(outcome), self.flops,
             changed_examples(self.shots.test or (), self.bound.labels, answers, new_answers) if config.report else {},
+            measured.get("keep_index"),
         )  # fmt: skip
         if config.report and not config.dry_run:
             write_page(self.wanted, result, self.shots)
         return result
+
+    def _old_index(self, trial: Trial) -> OldIndex:
+        """The map from the model as it stands now into the old fine-tune's space."""
+        teacher = trial.teacher()
+        assert isinstance(self.bound, EmbeddingBound) and isinstance(teacher, EmbeddingBound)  # refused before
+        texts = [*trial.unlabelled, *self.examples]
+        return keep_index(self.bound, teacher, texts, self.shots.test or (), self.config.seed)
 
     def _loss(self) -> float | None:
         """On the few-shot examples; None without any."""
@@ -283,13 +284,17 @@ class _Transport:
         idle = [name for path, name in layers.items() if modules[path] not in called]
         return {name for name in idle if name in update and bool(update[name].any())}
 
-    def _read_back(self, trial: Trial, measured: dict[str, Any], adapter: bool) -> Callable[[Path], None]:
+    def _read_back(
+        self, trial: Trial, measured: dict[str, Any], adapter: bool, kept: OldIndex | None
+    ) -> Callable[[Path], None]:
         """What an output does besides: it adds the task's files, and where writing rounds, it is measured as written."""
         target, config = self.trio.target, self.config
         coarser = adapter or rounds(target, config.out_dtype, torch_dtype(config.dtype))
 
         def look(folder: Path) -> None:
             self.bound.save_extras(folder)
+            if kept is not None:
+                kept.save(folder)
             if coarser:
                 stored = open_checkpoint(folder, base=target)
                 fill(self.bound.model, stored, stored, stored.names())

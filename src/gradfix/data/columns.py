@@ -19,6 +19,8 @@ from gradfix.errors import DataError, UsageError
 
 UNLABELLED = -100
 KINDS = ("text", "image", "messages", "prompt")  # looked for in this order
+PAIR = ("query", "positive")  # a search and what it should find; `negatives` beside them are what it should not
+GRADE = "grade"  # how alike the two texts of a pair are, by a person
 
 
 class ColumnNames(TypedDict, total=False):
@@ -56,17 +58,21 @@ class ColumnPlan:
     may_pair: bool = False  # nobody named a text column: a `text_pair` beside `text` belongs to it
 
 
-def plan_columns(columns: Sequence[str], asked: Columns, where: str, labelled: bool = True) -> ColumnPlan:
-    """Decide which columns are used; every missing one is an error that lists what is there."""
+def plan_columns(
+    columns: Sequence[str], asked: Columns, where: str, labelled: bool = True, bare: bool = False
+) -> ColumnPlan:
+    """Decide which columns are used; every missing one is an error that lists what is there.
+
+    `bare` texts, without a label, are for tasks that need none."""
     kind, inputs = _inputs(columns, asked, where)
     pair = inputs == ("text",) and asked.text_column is None
     if not labelled:
         return ColumnPlan(kind, inputs, None, asked.text_template, pair)
     label = asked.label_column or "label"
     if label not in columns:
-        # Instruction data carries its answer in the conversation; only an asked-for label is missed.
-        if asked.label_column is None and kind in ("messages", "prompt"):
-            return ColumnPlan(kind, inputs, None)
+        # Instruction data and pairs carry their answer with them; only an asked-for label is missed.
+        if asked.label_column is None and (kind in ("messages", "prompt", "pair") or bare or GRADE in columns):
+            return ColumnPlan(kind, inputs, None, asked.text_template, pair)
         raise DataError(_missing(label, columns, where, "label"))
     return ColumnPlan(kind, inputs, label, asked.text_template, pair)
 
@@ -84,6 +90,8 @@ def _inputs(columns: Sequence[str], asked: Columns, where: str) -> tuple[str, tu
     for kind in KINDS:
         if kind in columns:
             return kind, (kind,)
+    if PAIR[0] in columns:
+        return "pair", tuple(name for name in PAIR if name in columns)
     raise DataError(_missing("text", columns, where, "text"))
 
 
@@ -109,8 +117,10 @@ def make_row(
     row = {key: value for key, value in raw.items() if key != plan.label and key not in INPUTS}
     if plan.template is not None:
         row["text"] = _filled(plan.template, raw, where)
-    elif plan.kind == "text":
+    elif plan.kind in ("text", "pair"):
         row |= _texts(raw, plan, where)
+        if plan.label is None and "text_pair" in row:
+            row |= _beside(raw, where)
     elif plan.kind == "image":
         row["image"] = _image(raw.get(plan.inputs[0]), where, home)
     elif plan.kind == "messages":
@@ -135,6 +145,25 @@ def _texts(raw: Mapping[str, Any], plan: ColumnPlan, where: str) -> dict[str, st
                 "Name the text column (--text-column text) to leave it out."
             )
         found["text_pair"] = _unicode(pair, "text_pair", where)
+    return found
+
+
+def _beside(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What else a pair may bring: texts that should not be found, and a grade."""
+    found: dict[str, Any] = {}
+    negatives = raw.get("negatives")
+    if not _is_blank(negatives):
+        listed = [negatives] if isinstance(negatives, str) else negatives
+        if not isinstance(listed, (list, tuple)):
+            raise DataError(f"{where}: 'negatives' must be a text or a list of texts.")
+        found["negatives"] = [_text(one, "negatives", where) for one in listed]
+    if not _is_blank(raw.get(GRADE)):
+        try:
+            found[GRADE] = float(raw[GRADE])
+        except (TypeError, ValueError):
+            raise DataError(f"{where}: the grade {raw[GRADE]!r} is no number.") from None
+        if not math.isfinite(found[GRADE]):
+            raise DataError(f"{where}: the grade is not finite.")
     return found
 
 

@@ -92,6 +92,7 @@ def load_data(
     check_images: bool = True,
     label_names: Sequence[str] | None = None,
     spelling: Spelling = USUAL,
+    bare: bool = False,
     **columns: Unpack[ColumnNames],
 ) -> Dataset:
     """Read, check and name everything; see the module docstring for the sources.
@@ -100,12 +101,13 @@ def load_data(
     `text_template` builds the text from several ("{premise} therefore {hypothesis}"). `labels` fixes the label set
     (name -> prompt or prompts); otherwise task.json does, then the file's own class names, then the values found.
     `label_names` are the names behind labels that are numbers, in their order. `splits` loads only these. `spelling` says
-    how text files are written that are not UTF-8 with commas. `check_images=False` skips decoding every image once."""
+    how text files are written that are not UTF-8 with commas. `check_images=False` skips decoding every image once.
+    `bare` takes texts without labels where there is no label column."""
     raw = _read(source, splits, spelling)
     declared = {name: value for name, value in (raw.task or {}).items() if name in ColumnNames.__annotations__}
     asked = Columns(**columns).or_else(Columns(**declared))
     where = _name(source)
-    rows, notes = _rows(raw, asked, where, drop_unlabelled, list(label_names) if label_names else None)
+    rows, notes = _rows(raw, asked, where, drop_unlabelled, list(label_names) if label_names else None, bare)
     settled = _labels(raw, rows, labels, asked, where)
     if check_images:
         for row in (row for part in rows.values() for row in part if "image" in row):
@@ -283,7 +285,7 @@ def load_hub(name: str, config: str | None = None, revision: str | None = None) 
 
 
 def _rows(
-    raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool, label_names: list[str] | None
+    raw: _Raw, asked: Columns, where: str, drop_unlabelled: bool, label_names: list[str] | None, bare: bool
 ) -> tuple[dict[str, list[Row]], list[str]]:
     out: dict[str, list[Row]] = {}
     notes = []
@@ -291,20 +293,20 @@ def _rows(
         place = where if len(raw.tables) == 1 else f"{where} ({split})"
         if not table.rows:
             raise DataError(f"{place} is empty: there are no examples in it.")
-        chosen = plan_columns(list(table.rows[0][0]), asked, place)
+        chosen = plan_columns(list(table.rows[0][0]), asked, place, bare=bare)
         names = label_names or table.class_names.get(chosen.label or "")
         rows = [make_row(columns, at, chosen, names, raw.home) for columns, at in table.rows]
-        bare = [row for row in rows if chosen.label is not None and row["label"] is None]
-        if bare and not drop_unlabelled:
+        empty = [row for row in rows if chosen.label is not None and row["label"] is None]
+        if empty and not drop_unlabelled:
             raise DataError(
-                f"{bare[0].where}: no label in column {chosen.label!r} (empty, null or -100). "
-                f"{len(bare)} of {len(rows)} rows have none: fill them in, or drop unlabelled rows (--drop-unlabelled)."
+                f"{empty[0].where}: no label in column {chosen.label!r} (empty, null or -100). "
+                f"{len(empty)} of {len(rows)} rows have none: fill them in, or drop unlabelled rows (--drop-unlabelled)."
             )
-        if bare:
-            notes.append(f"{split}: {len(bare)} of {len(rows)} rows have no label and were dropped.")
+        if empty:
+            notes.append(f"{split}: {len(empty)} of {len(rows)} rows have no label and were dropped.")
             rows = [row for row in rows if row["label"] is not None]
             if not rows:
-                raise DataError(f"{place} is empty: none of its {len(bare)} rows has a label.")
+                raise DataError(f"{place} is empty: none of its {len(empty)} rows has a label.")
         out[split] = rows
     if not out:
         raise DataError(f"{where} is empty: there are no examples in it.")

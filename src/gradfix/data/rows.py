@@ -24,6 +24,7 @@ MAX_PIXELS = 8192 * 8192
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 INPUTS = ("text", "text_pair", "image", "messages", "prompt")
 ANSWERS = ("completion", "label")
+PAIRED = ("negatives", "grade")  # what only pairs have
 
 
 class Row(Mapping[str, Any]):
@@ -120,6 +121,7 @@ def exact_hash(example: Mapping[str, Any]) -> str:
 
     Equal hashes mean equal examples; `content_hash` is the one that sees through disguises."""
     words = {name: example.get(name) for name in (*INPUTS, *ANSWERS) if name != "image"}
+    words |= {name: example[name] for name in PAIRED if example.get("text_pair") and name in example}
     return hashlib.sha256(f"{content_of(example)}\n{json.dumps(words, default=repr)}".encode()).hexdigest()
 
 

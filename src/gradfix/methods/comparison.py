@@ -248,6 +248,7 @@ class _Run:
         return {
             "accuracy": score.accuracy if score else None,
             "test_loss": _finite(score.loss) if score else None,
+            "measures": score.measures() if score else {},
             "alpha": outcome.alpha,
             "margin": outcome.margin,
             "validation_accuracy": outcome.score.accuracy if outcome.score else None,
@@ -275,6 +276,8 @@ class _Run:
         parts = {
             name: unit["parts"][name] for name in ("rate", "steps", "start_alpha", "tie_rate") if name in unit["parts"]
         }
+        if unit.get("measures"):
+            parts["measures"] = unit["measures"]
         found = len(self.trial.examples[self.trial.few_shot_set(shots, seed)])
         return {
             **{"pair": pair, "task": Path(self.opened.dataset.source).name, "shots": shots, "seed": seed},
@@ -295,6 +298,8 @@ class _Run:
                 parts = unit["parts"]
                 if "curve" in parts:
                     drawn = {"rule": parts.get("rule"), "points": parts["curve"], "best": unit["alpha"]}
+                    if self.trial.bound.measure != "accuracy":
+                        drawn["measure"] = self.trial.bound.measure
                     found["curves"].append({**where, **drawn})
                 if "agreement" in parts:
                     seen = {"rule": parts["rule"], "with": parts["agreement_with"], "blocks": parts["agreement"]}

@@ -198,7 +198,7 @@ class Opened:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.dataset = request.data if isinstance(request.data, Dataset) else load_data(request.data)
+        self.dataset = request.data if isinstance(request.data, Dataset) else _loaded(request)
         self.splits, self.notes = read_splits(self.dataset, request.validation, request.unlabelled)
         self.task = _task(request.task, self.dataset, request.task_options)
         target = request.target.model if isinstance(request.target, Bound) else request.target
@@ -343,6 +343,13 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, str]:
     weights = {path.name for path in checkpoint.files}
     files = [f for f in sorted(checkpoint.path.iterdir()) if f.name not in weights and is_side_file(f)]
     return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def _loaded(request: Request) -> Dataset:
+    import gradfix.tasks  # noqa: F401  fills the registry
+
+    task = TASKS[request.task] if isinstance(request.task, str) else type(request.task)
+    return load_data(request.data, bare=getattr(task, "takes_bare", False))
 
 
 def _task(task: str | Task | None, dataset: Dataset, options: Mapping[str, Any]) -> Task | None:

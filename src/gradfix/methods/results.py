@@ -24,6 +24,7 @@ AVERAGED = (
     *("accuracy", "recovered", "margin", "seconds", "flops", "validation_accuracy", "loss_before", "loss_after"),
     "kept",
 )
+PLAIN = ("pair", "measure", "accuracy", "loss", "samples")  # what every score has
 HAD, HAD_TITLE = "what_you_had", "What you had (on the old base)"
 FIELDS = ("method", "shots", "seed", "accuracy", "recovered", "alpha", "seconds")
 
@@ -117,7 +118,7 @@ class Results:
             return None
         blank = dict.fromkeys((*AVERAGED, "spread", "alpha", "shots", "margin"))
         return {**blank, "pair": pair, "method": HAD, "title": HAD_TITLE, "seeds": 1, "measure": measure_of(found),
-                "accuracy": found["accuracy"]}  # fmt: skip
+                "measures": {name: found[name] for name in found if name not in PLAIN}, "accuracy": found["accuracy"]}  # fmt: skip
 
     def table(self) -> list[list[str]]:
         """Header and cells as text, for any printer."""
@@ -134,6 +135,7 @@ class Results:
             "method": lambda row: str(row["method"]),
             "held out": lambda row: number_text(row["validation_accuracy"], ".1f"),
             measures: accuracy_text,
+            **{name: _besides(name) for name in dict.fromkeys(name for row in rows for name in row["measures"])},
             "recovered": lambda row: share_text(row["recovered"]),
             "alpha": lambda row: number_text(self.shown_alpha(row)),
             "seconds": lambda row: number_text(row["seconds"], ".1f"),
@@ -227,14 +229,25 @@ def _summary(key: tuple[Any, ...], rows: Sequence[Row], title: str) -> dict[str,
         **{"pair": pair, "shots": shots, "method": method, "title": title, "seeds": len(rows)},
         "measure": measure_of(rows[0]),
         **{name: mean([row.get(name) for row in rows]) for name in AVERAGED},
+        "measures": measures_of(rows),
         "spread": spread(accuracies),
         "alpha": alphas[len(alphas) // 2],
     }
 
 
+def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What was measured besides, in percent: means over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row.get("measures") or {})
+    return {name: fmean(row["measures"][name] for row in rows if name in (row.get("measures") or {})) for name in names}
+
+
 def measure_of(row: Mapping[str, Any]) -> str:
     """What the share of right answers is called: of free answers it is the exact match."""
     return str(row.get("measure") or "accuracy")
+
+
+def _besides(name: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: number_text(row["measures"].get(name), ".1f")
 
 
 def accuracy_text(row: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 
@@ -48,18 +48,21 @@ class Search:
 class Score:
     """Counts of one measurement; scores of several folds add up to one that still knows its `parts`.
 
-    `marks` has a "1" for every right answer and a "0" for every other, in the order of the examples."""
+    `marks` has a "1" for every right answer and a "0" for every other, in the order of the examples. `further` are
+    sums of other measures."""
 
-    right: int
+    right: float
     loss_sum: float
     count: int
     marks: str = ""
     parts: tuple[Score, ...] = ()
+    further: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Score) -> Score:
+        further = {name: value + other.further.get(name, 0.0) for name, value in self.further.items()}
         return Score(
             self.right + other.right, self.loss_sum + other.loss_sum, self.count + other.count,
-            self.marks + other.marks, (*(self.parts or (self,)), *(other.parts or (other,))),
+            self.marks + other.marks, (*(self.parts or (self,)), *(other.parts or (other,))), further,
         )  # fmt: skip
 
     @property
@@ -71,7 +74,11 @@ class Score:
         return self.loss_sum / self.count
 
     def as_json(self) -> dict[str, float]:
-        return {"accuracy": self.accuracy, "loss": self.loss, "samples": self.count}
+        return {"accuracy": self.accuracy, "loss": self.loss, "samples": self.count, **self.measures()}
+
+    def measures(self) -> dict[str, float]:
+        """The other measures, in percent."""
+        return {name: 100 * value / self.count for name, value in self.further.items()}
 
     @property
     def value(self) -> float:

@@ -4,6 +4,7 @@ Votes and gradients add up over examples, so each example is asked once however 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from operator import add
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 from gradfix.data import folds
 from gradfix.errors import DataError
 from gradfix.methods.search import Score, View
+from gradfix.tasks.base import Example
 from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
@@ -41,10 +43,12 @@ class Support:
         if self.trial.regime == "validation":
             return [self.whole]
         self._cut()
-        return [
-            View(tuple(e for k, part in enumerate(self.parts) if k != left for e in part), f"fold-{left}", left)
-            for left in range(len(self.parts))
-        ]
+        return [View(tuple(self._without(left)), f"fold-{left}", left) for left in range(len(self.parts))]
+
+    def _without(self, left: int) -> Sequence[Example]:
+        """All other folds; nobody among them knows the examples that are held out."""
+        rest = [example for number, part in enumerate(self.parts) if number != left for example in part]
+        return self.trial.bound.linked(rest, anew=True)
 
     def _cut(self) -> None:
         if len(self.examples) < 2:

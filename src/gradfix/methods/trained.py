@@ -23,11 +23,14 @@ from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
+from gradfix.tasks.embedding import EmbeddingBound
+from gradfix.training import relations
 from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
 from gradfix.training.distil import Lesson, Teaching
 from gradfix.training.finetuning import finetune, tune
-from gradfix.training.starts import COORDINATES, Start as Walked, choose_start, in_coordinates
+from gradfix.training.relations import Relations
+from gradfix.training.starts import COORDINATES, Start as Walked, best_start, in_coordinates, probe_of
 from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
@@ -130,7 +133,7 @@ class Turned:
     """The vector in the target's coordinates, and what its maps were made from."""
 
     vector: TaskVector
-    lesson: Lesson
+    lesson: Lesson | Relations
 
 
 def turned(trial: Trial, support: Support, how: str) -> TaskVector:
@@ -143,12 +146,19 @@ def turned_so_far(trial: Trial, support: Support, how: str) -> Walked:
 
     def make() -> Walked:
         found = _shared_turn(trial, support, how)
-        start, _ = choose_start(trial.bound, {COORDINATES: found.vector}, None, found.lesson, Teaching())
+        start, _ = best_start(trial.bound, {COORDINATES: found.vector}, _probe(trial.bound, found.lesson))
         trial.bill.own += Work(forward=start.passes, vectors=len(start.curve))
         return start
 
     walked: Walked = trial.shared(f"turned-so-far-{how}-{support.name}", make)
     return walked
+
+
+def _probe(bound: Bound, lesson: Lesson | Relations) -> tuple[Callable[[], float], int]:
+    if isinstance(lesson, Lesson):
+        return probe_of(bound, None, lesson, Teaching())
+    assert isinstance(bound, EmbeddingBound)
+    return relations.probe_of(bound, lesson, Teaching())
 
 
 def _shared_turn(trial: Trial, support: Support, how: str) -> Turned:
@@ -169,6 +179,11 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
     if not old.correspondence.linear:
         raise NotHere("no linear map of the target answers to one of the base. `--method best` needs none.")
     recipe = Teaching()
+    if isinstance(trial.bound, EmbeddingBound) and isinstance(teacher, EmbeddingBound):
+        related = relations.lesson_for(trial.bound, teacher, support.examples, trial.unlabelled, recipe, support.seed)
+        moved = relations.in_their_relations(trial.bound, teacher, old, related, recipe, how)
+        trial.bill.own += Work(forward=len(related) + moved.passes, backward=moved.passes)
+        return Turned(moved.vector, related)
     lesson, asked = lesson_for(
         trial.bound, teacher, support.examples, trial.unlabelled, remembered(teacher, old.tau), recipe, support.seed
     )  # fmt: skip

@@ -216,7 +216,7 @@ class Trial:
         name = self.set_name(shots, seed)
         if name not in self.examples:
             picked = few_shot(self.splits.train, shots, seed, self.passes.allow_fewer, self.bound.labels or None)
-            self.define(name, [self.splits.train[index] for index in picked])
+            self.define(name, self.bound.linked([self.splits.train[index] for index in picked]))
         return name
 
     @staticmethod
@@ -253,19 +253,15 @@ class Trial:
         return score
 
     def predictions(self, name: str) -> tuple[Score, list[int]]:
-        loss, answers, hits = 0.0, [], []
         with left_as_it_was(self.model), torch.no_grad():
-            for batch in self.batches(name):
-                predicted, losses = self.bound.judge(self.model, batch)
-                hits += (predicted == batch["labels"]).tolist()
-                loss += float(losses.double().sum())
-                answers += predicted.tolist()
-        if not answers:
+            marks = self.bound.mark(self.model, self.batches(name))
+        if not marks.count:
             raise DataError(f"no examples to score in {name}; check the data and its splits.")
-        self.bill.own += Work(forward=len(answers))
-        in_order = sorted(zip(by_length(self.examples[name]), answers, hits, strict=True))
-        marks = "".join("1" if hit else "0" for _, _, hit in in_order)
-        return Score(sum(hits), loss, len(answers), marks), [answer for _, answer, _ in in_order]
+        self.bill.own += Work(forward=len(marks.answers))
+        in_order = sorted(zip(by_length(self.examples[name]), marks.answers, marks.hits, strict=True))
+        hits = "".join("1" if hit else "0" for _, _, hit in in_order)
+        score = Score(marks.right, marks.loss, marks.count, hits, further=marks.further)
+        return score, [answer for _, answer, _ in in_order]
 
     # -- choosing --------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ def inline(title: str) -> str:
 
 def _test_error(accuracy: float | None, samples: int | None) -> float | None:
     """One standard error of an accuracy measured on so many examples."""
-    return (accuracy * (100 - accuracy) / samples) ** 0.5 if samples and accuracy is not None else None
+    return max(accuracy * (100 - accuracy) / samples, 0.0) ** 0.5 if samples and accuracy is not None else None
 
 
 def chosen_on(verdict: Mapping[str, Any]) -> str:

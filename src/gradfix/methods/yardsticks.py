@@ -10,7 +10,10 @@ import torch
 from gradfix.errors import GradfixError
 from gradfix.methods.trial import Trial
 from gradfix.tasks.base import Bound
+from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.scoring import evaluate
+
+SAMPLE = 256  # rows whose length stands for all
 
 
 def had(trial: Trial, open_old: Callable[[], Bound | None]) -> dict[str, float] | None:
@@ -38,6 +41,10 @@ def trained_weights(bound: Bound) -> int:
 def tokens_seen(trial: Trial) -> float:
     """Tokens a sample sends through the weights: its words, on average, or a picture's patches."""
     splits = trial.splits
+    if isinstance(trial.bound, EmbeddingBound):
+        rows = splits.test or splits.validation or splits.train or splits.unlabelled or ()
+        texts = [text for row in rows[:SAMPLE] for text in texts_of(row)]
+        return float(trial.bound.encoder.read(texts)["attention_mask"].sum(-1).double().mean())
     if not splits.test:
         trial.define("seen", splits.validation or splits.train[:128])
     batches = trial.batches("test" if splits.test else "seen")

@@ -36,21 +36,23 @@ def to_markdown(results: Results, title: str = "What to ship") -> str:
 
 def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[str]:
     rows = [r for r in results.summary_rows() if r["pair"] == pair and r["shots"] == verdict["shots"]]
+    besides = list(dict.fromkeys(name for row in rows for name in row["measures"]))
     lines = [
         f"{verdict['shots']} labelled examples per class, {verdict['seeds']} "
         + ("seed" if verdict["seeds"] == 1 else "seeds"),
         "",
-        f"| method | held out | {safe(measure_of(verdict))} | recovered | alpha | seconds | FLOPs |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        f"| method | held out | {' | '.join(map(safe, [measure_of(verdict), *besides]))} | recovered | alpha | seconds | FLOPs |",
+        "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len(besides),
     ]
     own = results.had_row(pair)
     for row in [*([own] if own is not None else []), *rows]:
         wide = f" ± {row['spread']:.1f}" if row["spread"] is not None else ""
         held = number_text(row["validation_accuracy"], ".1f")
+        more = "".join(f" | {number_text(row['measures'].get(one), '.1f')}" for one in besides)
         name = safe(row["title"])
         name = f"**{name}**" if row["method"] == verdict["method"] else name
         lines.append(
-            f"| {name} | {held} | {number_text(row['accuracy'], '.1f')}{wide} | {share_text(row['recovered'])} | "
+            f"| {name} | {held} | {number_text(row['accuracy'], '.1f')}{wide}{more} | {share_text(row['recovered'])} | "
             f"{number_text(results.shown_alpha(row))} | {'-' if row['seconds'] is None else seconds(row['seconds'])} | {flops(row['flops']) or '-'} |"
         )
     return [*lines, ""]

@@ -137,6 +137,7 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         "grey": _grey(rows),
         "bars": sorted(rows, key=lambda row: -row["bar"]),
         "measure": measure_of(verdict),
+        "besides": list(dict.fromkeys(name for row in rows for name in row["measures"])),
         "measured": f"{'Test' if tested else 'Held-out'} {measure_of(verdict)}{'' if tested else ' (there is no test split)'}",
         "zero": zero,
         "samples": next((row["samples"] for row in results.rows if row.get("samples") and row["shots"] == shots), None),
@@ -171,7 +172,7 @@ def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str
         return None
     measure = entries[0].get("measure", "accuracy")
     where = entries[0].get("on", "validation" if regime == "validation" else "held-out folds")
-    unit = " (%)" if measure == "accuracy" else ""
+    unit = "" if measure == "score" else " (%)"
     return {
         "svg": curves(series, "alpha", f"{measure} {'' if measure == 'distance' else 'on '}{where}{unit}"),
         "measure": measure,

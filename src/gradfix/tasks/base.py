@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,21 @@ from gradfix.registry import Registry
 Example = Mapping[str, Any]  # the columns of one row: "text" or "image", ..., and "label" as a string
 Batch = dict[str, Tensor]
 Prompts = str | Sequence[str]  # one prompt of a label, or several that are averaged
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a model's answers to a set of examples are worth: sums, and the answers in the order of the batches.
+
+    `right` counts right answers, or adds up shares of one; `hits` says which are right; `further` are sums of other
+    measures by name."""
+
+    right: float
+    loss: float
+    count: int
+    answers: list[int]
+    hits: list[bool]
+    further: Mapping[str, float] = field(default_factory=dict)
 
 
 class Bound(ABC):
@@ -55,6 +71,26 @@ class Bound(ABC):
     def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Answers and losses together; override it where one forward pass gives both."""
         return self.predict(model, batch), self.loss(model, batch)
+
+    def mark(self, model: nn.Module, batches: Iterable[Batch]) -> Marks:
+        """The score of a whole set, without gradients; override it where examples are no questions of their own."""
+        loss, answers, hits = 0.0, list[int](), list[bool]()
+        for batch in batches:
+            guesses, losses = self.judge(model, batch)
+            hits += (guesses == batch["labels"]).tolist()
+            loss += float(losses.double().sum())
+            answers += guesses.tolist()
+        return Marks(sum(hits), loss, len(answers), answers, hits)
+
+    def training_loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+        """One loss per example of a training step; override it where the examples of a step serve each other."""
+        return self.loss(model, self.collate(examples))
+
+    def linked(self, examples: Sequence[Example], anew: bool = False) -> Sequence[Example]:
+        """The examples of one set, each knowing the others where the task asks about them together.
+
+        Examples that know a set already keep it, unless they are to be linked `anew`."""
+        return examples
 
     @abstractmethod
     def features(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -148,6 +184,7 @@ class Task(ABC):
     """A family of models and what is asked of them; holds the labels, no weights."""
 
     labels: dict[str, Prompts]  # label name -> prompt or prompts (the name itself where none is needed)
+    takes_bare: ClassVar[bool] = False  # whether texts without any label are examples
 
     @abstractmethod
     def open(

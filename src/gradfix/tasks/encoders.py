@@ -81,7 +81,7 @@ class TextEncoder(Encoder):
     ) -> None:
         from transformers import AutoModel
 
-        own = read_sentences(home.folder, pooling, base)
+        self.own = own = read_sentences(home.folder, pooling, base)
         self.pooling, self.prompt, self.lower, self.scale = own.pooling, own.prompt, own.lower, TEXT_SCALE
         self.tokenizer = load_tokenizer(home)
         loaded = load_pretrained(AutoModel, home, optional=["pooler"])
@@ -90,13 +90,13 @@ class TextEncoder(Encoder):
         self.limits = [TokenLimit(self.max_length), TokenLimit(self.max_length, "label prompts")]
         if self.model.config.is_encoder_decoder:
             raise UsageError(f"{home} is an encoder-decoder; use --task seq2seq for it.")
-        self._hidden = 0 if own.include_prompt else self._prompt_tokens()
+        self._hidden = self._prompt_tokens(self.prompt)
         names = {name for name, _ in self.model.named_parameters()}
         self._unused = {name for name in names if name.startswith("pooler.")}
 
-    def _prompt_tokens(self) -> int:
-        """How many tokens the default prompt takes at the beginning of a text."""
-        tokens = self.tokenizer(self.prompt)["input_ids"] if self.prompt else []
+    def _prompt_tokens(self, prompt: str) -> int:
+        """How many tokens at the beginning of a text are a prompt that does not count."""
+        tokens = self.tokenizer(prompt)["input_ids"] if prompt and not self.own.include_prompt else []
         closed = bool(tokens) and tokens[-1] in self.tokenizer.all_special_ids
         return len(tokens) - closed
 
@@ -110,10 +110,23 @@ class TextEncoder(Encoder):
             examples = [{**example, "text": text} for example, text in zip(examples, texts, strict=True)]
         return tokenise(self.tokenizer, examples, limit, self.model)
 
+    def read(self, texts: Sequence[tuple[str, str]]) -> Batch:
+        """Texts of any role, each behind its role's prompt."""
+        prompts = {role: self.own.prompt_for(role) for role, _ in texts}
+        words = [f"{prompts[role]}{text}" for role, text in texts]
+        words = [text.lower() if self.lower else text for text in words]
+        batch = tokenise(self.tokenizer, [{"text": text} for text in words], self.limits[0], self.model)
+        hidden = {role: self._prompt_tokens(prompt) for role, prompt in prompts.items()}
+        if any(hidden.values()):
+            batch["hidden"] = torch.tensor([hidden[role] for role, _ in texts], device=batch["input_ids"].device)
+        return batch
+
     def embed(self, model: Any, batch: Batch) -> Tensor:
         inputs = {name: batch[name] for name in self.tokenizer.model_input_names if name in batch}
         mask = batch["attention_mask"]
-        if self._hidden:
+        if "hidden" in batch:
+            mask = mask * (torch.arange(mask.shape[1], device=mask.device) >= batch["hidden"][:, None])
+        elif self._hidden:
             mask = mask.clone()
             mask[:, : self._hidden] = 0
         return pool(model(**inputs).last_hidden_state, mask, self.pooling)

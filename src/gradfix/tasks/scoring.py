@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
-from gradfix.votes.engines.passes import Batch, Loss
+from gradfix.tasks.base import Batch, Bound
+from gradfix.votes.engines.passes import Loss
 
 
-class Scorer(Protocol):
-    """The part of a task that scoring needs."""
-
-    def judge(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Predicted label indices and per-sample losses."""
-        ...
-
-
-def evaluate(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> dict[str, float]:
-    """Accuracy in percent, mean loss and the number of samples. A batch holds its answers as "labels"."""
-    right, loss, count = 0, 0.0, 0
+def evaluate(model: nn.Module, task: Bound, batches: Iterable[Batch]) -> dict[str, float]:
+    """Accuracy in percent, mean loss and the number of samples; further measures of the task by their names."""
     with left_as_it_was(model), torch.no_grad():
-        for batch in batches:
-            answers = batch["labels"]
-            guesses, losses = task.judge(model, batch)
-            right += int((guesses == answers).sum())
-            loss += float(losses.double().sum())
-            count += len(answers)
-    if count == 0:
+        marks = task.mark(model, batches)
+    if marks.count == 0:
         raise DataError("no examples to score; check the data and its split.")
-    return {"accuracy": 100 * right / count, "loss": loss / count, "samples": count}
+    further = {name: 100 * value / marks.count for name, value in marks.further.items()}
+    return {
+        "accuracy": 100 * marks.right / marks.count,
+        "loss": marks.loss / marks.count,
+        "samples": marks.count,
+        **further,
+    }
 
 
 def mean_loss(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:

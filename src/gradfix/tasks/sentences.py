@@ -6,13 +6,15 @@ never averaged in silence; a module that would change the vectors and is not kno
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradfix.checkpoints.write import write_text
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.registry import unknown
 from gradfix.tasks.loading import read_json
@@ -29,6 +31,7 @@ FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 POOLINGS = ("mean", "cls", "max", "mean_sqrt_len", "weightedmean", "lasttoken")
+DOCUMENTS = ("document", "passage", "corpus")  # what the prompt of a document is called
 WITHOUT_EFFECT = ("Transformer", "Normalize")  # cosines are taken of normalised vectors anyway
 
 
@@ -36,13 +39,22 @@ WITHOUT_EFFECT = ("Transformer", "Normalize")  # cosines are taken of normalised
 class Sentences:
     """How texts become vectors. Several poolings, joined by "+", give the vectors one behind the other.
 
-    A `prompt` is put before every text; it counts in the pooling unless `include_prompt` is off."""
+    A `prompt` is put before every text; it counts in the pooling unless `include_prompt` is off. `prompts` are those
+    that queries and documents have of their own."""
 
     pooling: str = "mean"
     max_length: int | None = None
     lower: bool = False
     prompt: str = ""
     include_prompt: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
+
+    def prompt_for(self, role: str) -> str:
+        """What sentence-transformers' own encode_query and encode_document put before a text of this role.
+
+        A text of no role has the default prompt; where there is none, that of a document."""
+        names = {"query": ("query",), "document": DOCUMENTS}.get(role, () if self.prompt else DOCUMENTS)
+        return next((self.prompts[name] for name in names if name in self.prompts), self.prompt)
 
 
 def read_sentences(folder: Path, pooling: str | None, base: Path | None = None) -> Sentences:
@@ -66,6 +78,7 @@ def read_sentences(folder: Path, pooling: str | None, base: Path | None = None) 
         about.get("do_lower_case") is True,
         _default_prompt(folder),
         include,
+        _prompts(folder),
     )
 
 
@@ -143,6 +156,28 @@ def _default_prompt(folder: Path) -> str:
     about = _optional(folder / "config_sentence_transformers.json")
     prompts, name = about.get("prompts"), about.get("default_prompt_name")
     return str(prompts[name] or "") if isinstance(prompts, dict) and name in prompts else ""
+
+
+def _prompts(folder: Path) -> dict[str, str]:
+    prompts = _optional(folder / "config_sentence_transformers.json").get("prompts")
+    return {str(name): str(text or "") for name, text in prompts.items()} if isinstance(prompts, dict) else {}
+
+
+def write_sentences(folder: Path, own: Sentences, width: int, length: int) -> None:
+    """The files by which sentence-transformers reads the folder as `own` says; those that are there stay."""
+    if (folder / MODULES).exists():
+        return
+    words = own.pooling.split("+")
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    flags = {flag: word in words for flag, word in FLAGS.items()}
+    about = {"word_embedding_dimension": width, **flags, "include_prompt": own.include_prompt}
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    write_text(folder / "1_Pooling" / "config.json", json.dumps(about, indent=1))
+    write_text(folder / "sentence_bert_config.json", json.dumps({"max_seq_length": length, "do_lower_case": own.lower}))
+    write_text(folder / MODULES, json.dumps(modules, indent=1))
 
 
 def _optional(path: Path) -> dict[str, Any]:

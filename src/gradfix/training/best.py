@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
+from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
 from gradfix.training.costs import Work
 from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
+from gradfix.training.relations import learn_relations
 from gradfix.training.remix import remix, splice_words
 from gradfix.training.starts import (
     COORDINATES,
@@ -106,6 +108,8 @@ def best(
             "the best recipe needs labelled examples, or unlabelled ones and a fine-tune that can be asked; "
             "check the data, --shots and --unlabelled."
         )
+    if isinstance(bound, EmbeddingBound):
+        return _by_relations(bound, tau, examples, teacher, unlabelled or (), old, recipe, seed)
     labelled = bound.collate(examples) if examples else None
     vocabulary = remembered(bound, tau) if tau is not None else None
     if tau is None and old is not None and teacher is not None:
@@ -138,6 +142,27 @@ def best(
     }  # fmt: skip
     verdict = "taught" if start.name == NONE else "transported"
     return Best(update, verdict, start.alpha, start.name, parts, work, time.perf_counter() - began)
+
+
+def _by_relations(
+    bound: EmbeddingBound,
+    tau: TaskVector | None,
+    examples: Sequence[Example],
+    teacher: Bound | None,
+    unlabelled: Sequence[Example],
+    old: Old | None,
+    recipe: Teaching,
+    seed: int,
+) -> Best:
+    """Retrievers have no answers to hand on; they hand on how texts relate."""
+    if not isinstance(teacher, EmbeddingBound):
+        raise UsageError("the old base and its fine-tune must be embedding models that can be opened.")
+    began = time.perf_counter()
+    found = learn_relations(bound, tau, examples, teacher, unlabelled=unlabelled, old=old, recipe=recipe, seed=seed)
+    parts = {**_told(found.start, found.tried), **found.parts}
+    verdict = "taught" if found.start.name == NONE else "transported"
+    seconds = time.perf_counter() - began
+    return Best(found.update, verdict, found.start.alpha, found.start.name, parts, found.work, seconds)
 
 
 def _vectors(

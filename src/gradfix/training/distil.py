@@ -21,6 +21,7 @@ from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Bound, Task
+from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.training.steps import Training, draws, trainable_weights
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
@@ -85,8 +86,8 @@ def take(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
 
 
 def can_teach(bound: Bound) -> bool:
-    """Whether a model of this task has answers to hand on: scores over a closed label set."""
-    return type(bound).logits is not Bound.logits and bool(bound.labels)
+    """Whether a model of this task has answers to hand on: scores over a closed label set, or how texts relate."""
+    return isinstance(bound, EmbeddingBound) or (type(bound).logits is not Bound.logits and bool(bound.labels))
 
 
 def teacher_of(bound: Bound, base: Source, tau: TaskVector, task: Task | None = None) -> Bound | None:

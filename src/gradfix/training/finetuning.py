@@ -81,6 +81,7 @@ def finetune(
     recipe = replace(recipe or Recipe(), **changes)
     if not examples:
         raise DataError("there are no examples to fine-tune on.")
+    examples = bound.linked(examples)
     with _training(bound, names) as parameters:
         run = _Run(bound, examples, recipe, parameters, micro_batch or recipe.batch_size)
         first = run.resume(checkpoint) if checkpoint is not None else 0
@@ -122,7 +123,7 @@ class _Run:
     def _losses(self, rows: Sequence[int]) -> Iterator[Tensor]:
         for first in range(0, len(rows), self.micro_batch):
             part = [self.examples[row] for row in rows[first : first + self.micro_batch]]
-            yield self.bound.loss(self.bound.model, self.bound.collate(part)).sum() / len(rows)
+            yield self.bound.training_loss(self.bound.model, part).sum() / len(rows)
 
     def _key(self) -> str:
         """Names the run: recipe, what is asked of the model, examples in order, all weights and buffers.
@@ -175,7 +176,7 @@ def tune(
     for step, rows in enumerate(islice(order, max(stops))):
         with left_as_it_was(bound.model), torch.enable_grad():
             parts = [rows[first : first + PIECE] for first in range(0, len(rows), PIECE)]
-            losses = (bound.loss(bound.model, bound.collate([examples[row] for row in part])).mean() for part in parts)
+            losses = (bound.training_loss(bound.model, [examples[row] for row in part]).mean() for part in parts)
             training.step(step, (loss * (len(part) / len(rows)) for loss, part in zip(losses, parts, strict=True)))
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:

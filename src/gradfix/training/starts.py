@@ -72,7 +72,13 @@ def choose_start(
     """The start with the lowest divergence, and all that were tried; of equals the first.
 
     Without a teacher the few-shot loss takes the divergence's place."""
-    probe = probe_of(bound, labelled, lesson, recipe)
+    return best_start(bound, vectors, probe_of(bound, labelled, lesson, recipe))
+
+
+def best_start(
+    bound: Bound, vectors: Mapping[str, TaskVector], probe: tuple[Callable[[], float], int]
+) -> tuple[Start, list[Start]]:
+    """The start where the probe is lowest, and all that were tried."""
     tried = [_walk(bound, name, vector, probe) for name, vector in vectors.items()]
     if not tried:
         return Start(NONE, None, 0.0), []

@@ -1,0 +1,191 @@
+"""Retrievers moved end to end: from texts alone, with labels, with pairs; the index that is kept; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gradfix
+from gradfix.cli import run
+from gradfix.data import load_data
+from gradfix.methods.results import Results
+from gradfix.tasks.embedding import EmbeddingBound, EmbeddingTask
+from gradfix.training.oldindex import agreement, keep_index, linear, orthogonal
+from gradfix.training.relations import divergences, rotation, sharpness
+from tests.stage import setup
+from tests.tasks.test_sentences import flags, sentence_folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("retrievers")
+    setup("retrieval", folder)
+    return folder
+
+
+@pytest.fixture
+def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(home)
+    return home
+
+
+def transport(*words: object, code: int = 0) -> None:
+    trio = ("--base", "minilm", "--tuned", "minilm-support", "--task", "embedding")
+    words = (*trio, *(() if "--target" in words else ("--target", "new-base")), *words)
+    assert run(["transport", *map(str, words), "--quiet"]) == code, words
+
+
+def opened(folder: str | Path, **options: Any) -> EmbeddingBound:
+    return EmbeddingTask({}, **options).open(folder)
+
+
+def score(folder: str) -> float:
+    run(
+        ["evaluate", "--model", folder, "--data", "questions", "--task", "embedding", "--json", "score.json", "--quiet"]
+    )
+    return float(json.loads(Path("score.json").read_text())["accuracy"])
+
+
+def test_texts_alone_move_it_and_the_old_index_is_searched(here: Path) -> None:
+    transport("--data", "questions", "--shots", 0, "--unlabelled", "texts.jsonl", "--keep-index", "--out", "alone",
+              "--json", "alone.json", "--report", "alone.html")  # fmt: skip
+    result = json.loads(Path("alone.json").read_text())
+    assert score("alone") == pytest.approx(result["test_after"]["accuracy"], abs=1e-3)
+    gain = score("minilm-support") - score("new-base")
+    assert score("alone") - score("new-base") > 0.5 * gain
+    assert result["measure"] == "nDCG@10" and {"recall@10", "MRR"} <= set(result["test_after"])
+    kept = result["keep_index"]
+    assert kept["kept"] > 0.8 and kept["recall_old"] == pytest.approx(kept["kept"] * kept["recall_own"])
+    card, page = Path("alone/README.md").read_text(), Path("alone.html").read_text()
+    assert "test nDCG@10" in card and "keep-index" in card and "MRR" in page and "recall@10" in page
+    assert run(["verify", "alone", "--quiet"]) == 0
+
+
+def test_the_map_is_the_module(here: Path) -> None:
+    if not Path("alone").is_dir():
+        transport("--unlabelled", "texts.jsonl", "--keep-index", "--out", "alone")
+    matrix = load_file("alone/keep_index.safetensors")["map"]
+    assert torch.equal(load_file("alone/keep_index/model.safetensors")["linear.weight"], matrix)
+    config = json.loads(Path("alone/keep_index/config.json").read_text())
+    assert matrix.shape == (config["out_features"], config["in_features"]) and config["bias"] is False
+    models = pytest.importorskip("sentence_transformers.models")
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer("alone")
+    texts = ["where is my card", "send money"]
+    plain = torch.as_tensor(model.encode(texts))
+    bound = opened("alone")
+    found = bound.vectors(bound.model, [("text", text) for text in texts])
+    torch.testing.assert_close(torch.nn.functional.normalize(plain, dim=-1), found.detach(), rtol=0, atol=1e-5)
+    model.append(models.Dense.load("alone/keep_index"))
+    torch.testing.assert_close(torch.as_tensor(model.encode(texts)), plain @ matrix.T, rtol=0, atol=1e-5)
+
+
+def test_what_the_new_base_says_of_itself_stays(here: Path) -> None:
+    target = sentence_folder(here / "e5-like", {**flags("cls"), "include_prompt": True})
+    about = {"prompts": {"query": "query: ", "passage": "passage: "}}
+    (target / "config_sentence_transformers.json").write_text(json.dumps(about))
+    (target / "2_Normalize").mkdir(exist_ok=True)
+    transport("--unlabelled", "texts.jsonl", "--target", "e5-like", "--out", "e5-moved")
+    for name in ("modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"):
+        assert (here / "e5-moved" / name).read_bytes() == (target / name).read_bytes()
+    own = opened("e5-moved").encoder.own
+    assert own.pooling == "cls" and own.prompt_for("query") == "query: " and own.prompt_for("text") == "passage: "
+
+
+def test_labels_and_pairs_are_learned_from(here: Path) -> None:
+    dataset = load_data("questions")
+    bound, teacher = opened("new-base"), opened("minilm-support")
+    tau = gradfix.TaskVector.between("minilm", "minilm-support").subset(bound.trainable())
+    few = dataset.splits["train"][:20]
+    found = gradfix.best(bound, tau, few, teacher=teacher)
+    loss = bound.loss(bound.model, bound.collate(few)).mean().item()
+    gradfix.apply(bound.model, found.update)
+    assert bound.loss(bound.model, bound.collate(few)).mean().item() < 0.7 * loss
+    assert found.start == "plain" or found.verdict == "taught"
+    transport("--data", "pairs.jsonl", "--shots", 8, "--unlabelled", "texts.jsonl", "--out", "paired", "--force")
+
+
+def test_another_width_and_depth_is_no_hindrance(here: Path) -> None:
+    from transformers import BertConfig, BertModel
+
+    shutil.copytree("new-base", "wider", dirs_exist_ok=True)
+    config = BertConfig.from_pretrained("new-base")
+    config.hidden_size, config.num_hidden_layers, config.intermediate_size = 40, 3, 64
+    torch.manual_seed(5)
+    BertModel(config).save_pretrained("wider")
+    transport("--data", "questions", "--shots", 0, "--unlabelled", "texts.jsonl", "--target", "wider", "--keep-index",
+              "--out", "wide", "--json", "wide.json")  # fmt: skip
+    result = json.loads(Path("wide.json").read_text())
+    assert result["test_after"]["accuracy"] > result["test_before"]["accuracy"] + 5
+    assert load_file("wide/keep_index.safetensors")["map"].shape == (32, 40)
+
+
+def test_masks_vote_by_contrast_and_compare_speaks_of_searches(here: Path) -> None:
+    transport("--data", "questions", "--shots", 3, "--mask", "agree", "--alpha", 1, "--out", "masked", "--force")
+    words = ["compare", "--base", "minilm", "--tuned", "minilm-support", "--target", "new-base", "--task", "embedding",
+             "--data", "questions", "--shots", "3", "--methods", "naive", "gradfix", "--json", "c.json",
+             "--report", "c.html", "--quiet"]  # fmt: skip
+    assert run(words) == 0
+    results = json.loads(Path("c.json").read_text())
+    assert "nDCG@10" in results["verdict"]["text"] and results["rows"][0]["measures"].keys() == {"recall@10", "MRR"}
+    table = Results.load("c.json").table()
+    assert table[0][2:5] == ["nDCG@10", "recall@10", "MRR"]
+    assert "| nDCG@10 | recall@10 | MRR |" in Path("c.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [([{"text": "only one"}], "there is only one text"), ([{"text": "the same"}] * 30, "30 times the same text")],
+)
+def test_texts_without_neighbours_get_a_line(
+    rows: list[dict[str, str]], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    transport("--unlabelled", "odd.jsonl", "--out", "never", code=5)
+    assert message in capsys.readouterr().err and not Path("never").exists()
+
+
+def test_what_only_retrievers_have_is_refused_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["transport", "--base", "minilm", "--tuned", "minilm-support", "--target", "new-base", "--out", "never"]
+    assert run([*words, "--task", "zero-shot", "--data", "questions", "--keep-index"]) == 2
+    assert "--keep-index is for --task embedding" in capsys.readouterr().err
+    assert run([*words, "--task", "zero-shot", "--unlabelled", "texts.jsonl"]) == 2
+    assert "--data is missing" in capsys.readouterr().err
+
+
+def test_divergences_are_those_of_the_definition() -> None:
+    draw = torch.Generator().manual_seed(0)
+    student, teacher = (
+        torch.nn.functional.normalize(torch.randn(9, width, dtype=torch.double, generator=draw), dim=-1)
+        for width in (5, 3)
+    )
+    rows = torch.tensor([4, 0, 7])
+    for row, value in zip(rows.tolist(), divergences(student, teacher, rows, 0.1, 2.0), strict=True):
+        others = [i for i in range(9) if i != row]
+        wanted = torch.softmax(teacher[others] @ teacher[row] / 0.1, 0)
+        found = torch.softmax(2 * student[others] @ student[row] / 0.1, 0)
+        assert value.item() == pytest.approx((wanted * (wanted / found).log()).sum().item(), abs=1e-12)
+    assert sharpness(teacher, teacher, 0.1) == (1.0, pytest.approx(0.0, abs=1e-12))
+
+
+def test_a_rotation_is_found_and_kept() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ours = torch.nn.functional.normalize(torch.randn(60, 8, dtype=torch.double, generator=draw), dim=-1)
+    turn = torch.linalg.qr(torch.randn(8, 8, dtype=torch.double, generator=draw)).Q
+    theirs = ours @ turn.T
+    torch.testing.assert_close(orthogonal(ours, theirs), turn, rtol=0, atol=1e-9)
+    torch.testing.assert_close(linear(ours, theirs, 0.1), turn, rtol=0, atol=1e-9)
+    torch.testing.assert_close(rotation(ours, theirs), turn, rtol=0, atol=1e-9)
+    assert agreement(ours @ turn.T, theirs, torch.arange(60) < 12) == 1
+
+
+def test_few_texts_make_no_map(here: Path) -> None:
+    bound = opened("new-base")
+    with pytest.raises(gradfix.errors.DataError, match="there are 3: give 20 or more"):
+        keep_index(bound, bound, [{"text": f"text {i}"} for i in range(3)])
