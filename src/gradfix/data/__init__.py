@@ -2,6 +2,8 @@
 
 from gradfix.data.load import Dataset, load_data, load_unlabelled
 from gradfix.data.rows import Row
-from gradfix.data.splits import check_disjoint, few_shot, folds, without_overlap
+from gradfix.data.splits import check_disjoint, few_shot, folds, in_turns, without_overlap
 
-__all__ = ["Dataset", "Row", "check_disjoint", "few_shot", "folds", "load_data", "load_unlabelled", "without_overlap"]
+__all__ = [
+    "Dataset", "Row", "check_disjoint", "few_shot", "folds", "in_turns", "load_data", "load_unlabelled", "without_overlap",
+]  # fmt: skip

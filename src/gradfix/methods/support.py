@@ -11,7 +11,7 @@ import torch
 
 from gradfix.data import folds
 from gradfix.errors import DataError
-from gradfix.methods.search import Score, View
+from gradfix.methods.search import Score, View, total
 from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
@@ -41,9 +41,19 @@ class Support:
             return [self.whole]
         self._cut()
         return [
-            View(tuple(e for k, part in enumerate(self.parts) if k != left for e in part), f"fold-{left}", left)
+            View(tuple(e for k, part in enumerate(self.parts) if k != left for e in part), self._fold(left), left)
             for left in range(len(self.parts))
         ]
+
+    def rungs(self) -> list[list[tuple[View, str]]]:
+        """What a race is run on, a little first and the most last: views, and the part of what they hold out.
+
+        Where everything is measured there is one rung."""
+        views = self.views()
+        if self.trial.regime == "validation":
+            return [[(views[0], part)] for part in self.trial.parts(views[0].held)]
+        held = [(view, view.held) for view in views]
+        return [held] if self.trial.search.full else [rung for rung in (held[:1], held[1:2], held[2:]) if rung]
 
     def _cut(self) -> None:
         if len(self.examples) < 2:
@@ -53,11 +63,14 @@ class Support:
         cuts = folds(self.examples, min(self.trial.search.folds, len(self.examples)), self.seed)
         self.parts = [tuple(self.examples[i] for i in held) for _, held in cuts]
         for number, part in enumerate(self.parts):
-            self.trial.define(f"fold-{number}", part)
+            self.trial.define(self._fold(number), part)
+
+    def _fold(self, number: int) -> str:
+        return f"fold-{number}-of-{self.name}"
 
     def untouched(self) -> Score:
         """The target itself on what scores the choices."""
-        return self.trial.untouched(self.whole.held)
+        return total(self.trial.untouched(view.held) for view in self.views())
 
     def votes(self, view: View, rule: str = "majority") -> SignVotes:
         """Votes on a view's examples. Votes add up, so every example is asked once however many folds there are."""
