@@ -112,7 +112,7 @@ class View:
 class Setting:
     """One thing a method can do: its knobs, and the update it makes from a view of the few-shot set.
 
-    `key` names an update that other methods make as well and that no label went into."""
+    `key` names an update that other methods make as well: its scores are measured once."""
 
     knobs: Mapping[str, float]
     make: Callable[[View], TaskVector]

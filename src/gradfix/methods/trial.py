@@ -44,9 +44,11 @@ class Bill:
     shared: dict[str, Work] = field(default_factory=dict)
     away: float = 0.0  # seconds spent making shared products inside the unit
 
+    def alone(self, wall: float) -> Work:
+        return Work(self.own.forward, self.own.backward, self.own.steps, self.own.vectors, wall - self.away)
+
     def total(self, wall: float) -> Work:
-        own = Work(self.own.forward, self.own.backward, self.own.steps, self.own.vectors, wall - self.away)
-        return sum(self.shared.values(), own)
+        return sum(self.shared.values(), self.alone(wall))
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Trial:
         self._old: Old | None = None
         self.examples: dict[str, Sequence[Example]] = {"test": splits.test, VALIDATION: splits.validation or ()}
         self._batches: dict[str, list[Batch]] = {}
-        self._shared: dict[str, tuple[Any, Work]] = {}
+        self._shared: dict[str, tuple[Any, dict[str, Work]]] = {}
         self._support: Support | None = None
         self._parts: tuple[str, ...] | None = None
 
@@ -144,25 +146,24 @@ class Trial:
     # -- shared products -------------------------------------------------------------------------------
 
     def shared(self, key: str, make: Callable[[], Any], *, file: bool = False) -> Any:
-        """Make `key` once; whoever asks is billed for it once."""
+        """Make `key` once; whoever asks is billed once, for it and for what it was made from."""
         if key not in self._shared:
             start, before = time.perf_counter(), self.bill
             self.bill = Bill()
             try:
-                value, stored = self.store.load(key) if file else (None, None)
+                value, work = self.store.load(key) if file else (None, None)
                 if value is None:
                     value = make()
-                    spent = time.perf_counter() - start
-                    stored = self.bill.total(spent)
+                    work = self.bill.alone(time.perf_counter() - start)
                     if file:
-                        self.store.save(key, value, stored)
+                        self.store.save(key, value, work)
+                assert work is not None
+                self._shared[key] = (value, {**self.bill.shared, key: work})
             finally:
                 self.bill = before
             before.away += time.perf_counter() - start
-            assert stored is not None
-            self._shared[key] = (value, stored)
-        value, work = self._shared[key]
-        self.bill.shared[key] = work
+        value, works = self._shared[key]
+        self.bill.shared.update(works)
         return value
 
     def open_bill(self) -> None:
@@ -174,7 +175,14 @@ class Trial:
         make = self.lenders.aligned
         if make is None:
             raise UsageError(f"{method} needs the base checkpoint to align; give base=.")
-        return self.shared(f"align-{method}", lambda: self.by_module(make(method)))
+        found: TaskVector = self.shared(f"align-{method}", lambda: self._permuted(self.by_module(make(method))))
+        return found
+
+    def _permuted(self, tau: TaskVector) -> TaskVector:
+        """The vector, or the trial's own where nothing was permuted: what is known of that is known of this."""
+        own = self.own_tau
+        same = own is not None and set(own) == set(tau) and all(torch.equal(own[name], tau[name]) for name in tau)
+        return own if same and own is not None else tau
 
     def tuned_target(self) -> TaskVector | None:
         """The target's own task vector, for the references; None where nobody can know it."""

@@ -5,6 +5,7 @@ ends in the same bits."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
@@ -30,6 +31,9 @@ from gradfix.votes.resume import weights_key
 SAVE_EVERY_SECONDS = 30.0
 PIECE = 128  # samples of a few-shot step that go through the model together
 SAVE_SHARE = 0.05  # saving a large model takes a while: at most this much of the time
+RAMP = 16  # steps that look for a rate
+PAST = 10  # how far beyond the largest rate they look
+SHARE = 1 / 16  # of the rate at which the loss was lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,27 +163,61 @@ def _diverged(step: int, loss: float) -> UnsafeResult:
 
 
 def tune(
-    bound: Bound, examples: Sequence[Example], *, rate: float, stops: Sequence[int], batch: int, seed: int
-) -> Iterator[tuple[int, Work]]:
-    """Few-shot fine-tuning at a constant rate; yields (steps done, work so far) at each stop, the model as it is then.
+    bound: Bound,
+    examples: Sequence[Example],
+    *,
+    rate: float | Callable[[int], float],
+    stops: Sequence[int],
+    batch: int,
+    seed: int,
+) -> Iterator[tuple[int, Work, float]]:
+    """Few-shot fine-tuning; yields (steps done, work so far, the last batch's loss) at each stop, the model as it is then.
 
-    One run serves all step counts. Dropout stays off: with a few dozen examples it adds more noise than it removes,
-    and a path must be repeatable."""
+    `rate` is constant or told the step's number, counted from 0. Dropout stays off: with a few dozen examples it adds
+    more noise than it removes, and a path must be repeatable."""
+    rates: Callable[[int], float] = rate if callable(rate) else lambda step: rate
 
     def diverged(step: int, _: float) -> DataError:
-        return DataError(f"few-shot fine-tuning at rate {rate:g} diverged in step {step + 1}.")
+        return DataError(f"few-shot fine-tuning at rate {rates(step):g} diverged in step {step + 1}.")
 
-    training = Training(trainable_weights(bound), lambda step: rate, diverged)
+    training = Training(trainable_weights(bound), rates, diverged)
     order = draws(len(examples), min(batch, len(examples)), seed)
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):
         with left_as_it_was(bound.model), torch.enable_grad():
             parts = [rows[first : first + PIECE] for first in range(0, len(rows), PIECE)]
             losses = (bound.loss(bound.model, bound.collate([examples[row] for row in part])).mean() for part in parts)
-            training.step(step, (loss * (len(part) / len(rows)) for loss, part in zip(losses, parts, strict=True)))
+            loss = training.step(step, (loss * (len(part) / len(rows)) for loss, part in zip(losses, parts, strict=True)))
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:
-            yield step + 1, work
+            yield step + 1, work, loss
+
+
+def fitting_rate(
+    bound: Bound, examples: Sequence[Example], *, between: tuple[float, float], batch: int, seed: int
+) -> tuple[float, Work]:
+    """The peak rate for a few dozen steps, found in one short run whose rate grows until the loss no longer falls.
+
+    A small share of the rate at which it was lowest: one that just helps for a step is too much for many. The model is
+    trained meanwhile; the caller puts it back."""
+    low, high = between[0], between[1] * PAST
+    path = tune(
+        bound, examples, rate=lambda step: low * (high / low) ** (step / (RAMP - 1)), stops=range(1, RAMP + 1),
+        batch=batch, seed=seed,
+    )  # fmt: skip
+    done, smooth, lowest, found = Work(), math.inf, math.inf, low
+    with contextlib.suppress(DataError):  # a loss that is not finite ends the run, and says enough
+        for step, work, loss in path:
+            done, smooth = work, loss if smooth == math.inf else (smooth + loss) / 2
+            if smooth < lowest:
+                lowest, found = smooth, low * (high / low) ** ((step - 1) / (RAMP - 1))
+    return min(max(found * SHARE, between[0]), between[1]), done
+
+
+def cooling(peak: float, steps: int) -> Callable[[int], float]:
+    """The rate of each step: a tenth to warm up, then half a cosine to nothing."""
+    warm = max(1, steps // 10)
+    return lambda step: warmed(step, peak, steps, warm)
 
 
 @contextmanager

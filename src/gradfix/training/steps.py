@@ -78,11 +78,14 @@ class Training:
         }
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), weight_decay=weight_decay, betas=betas)
 
-    def step(self, number: int, losses: Iterable[Tensor]) -> None:
-        """One step down the sum of the losses, each sent backward before the next is asked for."""
+    def step(self, number: int, losses: Iterable[Tensor]) -> float:
+        """One step down the sum of the losses, each sent backward before the next is asked for; returns that sum."""
+        whole = 0.0
         for loss in losses:
-            if not torch.isfinite(loss):
-                raise self.diverged(number, float(loss.detach()))
+            value = float(loss.detach())
+            if not math.isfinite(value):
+                raise self.diverged(number, value)
+            whole += value
             loss.backward()
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(number)
@@ -94,6 +97,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._publish()
+        return whole
 
     @torch.no_grad()
     def _publish(self) -> None:
