@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end.json"
-KEPT = {"train": 400, "validation": 200, "test": 200}
+KEPT = {"train": 400, "validation": 120, "test": 120}
 SHOTS = {"pocket": 5, "fieldtest": 10}
 
 

@@ -22,7 +22,9 @@ FEW, MANY = 7, 16  # samples: the votes of FEW are compared with the oracle's, p
 SECONDS, LARGEST = 120, 30_000_000
 NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the largest gradient
 TOLERATED = {torch.float64: 0.0, torch.float32: 0.01}  # share of the votes that rounding may change
-TURNED = 0.02  # of a tensor's votes in float64: rounding in front of a kink (a tie of maxima) turns a few, a wrong rule half
+TURNED = (
+    0.02  # of a tensor's votes in float64: rounding in front of a kink (a tie of maxima) turns a few, a wrong rule half
+)
 ONE_PASS, PARTLY, LOOPED = "one pass", "partly", "looped"
 
 

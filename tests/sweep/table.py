@@ -1,1 +1,2 @@
-def write_table(results, page): pass
+def write_table(results, page):
+    pass

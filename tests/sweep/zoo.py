@@ -107,32 +107,53 @@ TASKS = {
 }
 WIDE, HEADS, KEPT = 32, 4, 8
 SIZES: list[tuple[int, str]] = [
-    (WIDE, "hidden_size d_model n_embd dim embed_dim embedding_size emb_dim d_embed word_embed_proj_dim model_dim "
-    "decoder_hidden_size encoder_hidden_size projection_dim hidden_dim lru_width attention_hidden_size "
-    "embedding_dim num_pos_feats entity_emb_size lm_head_hidden decoder_input_dim text_embed_dim bottleneck_size "
-    "linear_key_dim rms_dim mamba_expand_dim encoder_embed_dim decoder_embed_dim hidden_size_per_layer_input"),
-    (48, "intermediate_size d_ff ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim inner_dim ffn_hidden_size d_inner "
-    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size dense_intermediate_size "
-    "block_ff_dim intermediate_size_mlp moe_shared_expert_intermediate_size shared_intermediate_size "
-    "feedforward_dim ffn_intermediate_size mlp_hidden_size"),
-    (2, "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_encoder_layers num_key_value_heads n_head_kv num_kv_heads multi_query_group_num layers depth n_head_kv "
-    "num_experts_per_tok num_experts_per_token moe_top_k top_k num_hidden_groups num_global_layers "
-    "decoder_num_hidden_layers prelude_num_layers num_dense_layers linear_num_key_heads num_experts_per_tok_list "
-    "n_group topk_group moe_topk encoder_num_hidden_layers attn_num_kv_heads num_selected_experts num_blocks"),
-    (HEADS, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
-    "encoder_num_attention_heads decoder_num_attention_heads num_decoder_attention_heads attn_num_heads "
-    "num_query_heads linear_num_value_heads num_local_experts num_experts n_routed_experts moe_num_experts "
-    "num_experts_total mamba_n_heads mamba_num_heads num_mem_heads index_n_heads swa_num_attention_heads"),
-    (KEPT, "head_dim d_kv d_head attention_head_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
-    "v_head_dim rotary_dim attention_head_size mamba_d_head d_kv_head linear_key_head_dim linear_value_head_dim "
-    "ssm_state_size state_size mamba_d_state time_step_rank index_head_dim mamba_head_dim global_head_dim "
-    "swa_head_dim gate_rank q_rank kv_rank"),
-    (VOCAB, "vocab_size text_vocab_size decoder_vocab_size encoder_vocab_size type_vocab_size_ src_vocab_size "
-    "tgt_vocab_size vocab_size_per_layer_input padded_vocab_size n_words"),
-    (64, "max_position_embeddings n_positions max_seq_len seq_length max_length_ max_source_positions "
-    "max_target_positions original_max_position_embeddings max_sequence_length n_ctx max_seq_length "
-    "max_2d_position_embeddings"),
+    (
+        WIDE,
+        "hidden_size d_model n_embd dim embed_dim embedding_size emb_dim d_embed word_embed_proj_dim model_dim "
+        "decoder_hidden_size encoder_hidden_size projection_dim hidden_dim lru_width attention_hidden_size "
+        "embedding_dim num_pos_feats entity_emb_size lm_head_hidden decoder_input_dim text_embed_dim bottleneck_size "
+        "linear_key_dim rms_dim mamba_expand_dim encoder_embed_dim decoder_embed_dim hidden_size_per_layer_input",
+    ),
+    (
+        48,
+        "intermediate_size d_ff ffn_dim n_inner encoder_ffn_dim decoder_ffn_dim inner_dim ffn_hidden_size d_inner "
+        "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size dense_intermediate_size "
+        "block_ff_dim intermediate_size_mlp moe_shared_expert_intermediate_size shared_intermediate_size "
+        "feedforward_dim ffn_intermediate_size mlp_hidden_size",
+    ),
+    (
+        2,
+        "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers "
+        "num_encoder_layers num_key_value_heads n_head_kv num_kv_heads multi_query_group_num layers depth n_head_kv "
+        "num_experts_per_tok num_experts_per_token moe_top_k top_k num_hidden_groups num_global_layers "
+        "decoder_num_hidden_layers prelude_num_layers num_dense_layers linear_num_key_heads num_experts_per_tok_list "
+        "n_group topk_group moe_topk encoder_num_hidden_layers attn_num_kv_heads num_selected_experts num_blocks",
+    ),
+    (
+        HEADS,
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+        "encoder_num_attention_heads decoder_num_attention_heads num_decoder_attention_heads attn_num_heads "
+        "num_query_heads linear_num_value_heads num_local_experts num_experts n_routed_experts moe_num_experts "
+        "num_experts_total mamba_n_heads mamba_num_heads num_mem_heads index_n_heads swa_num_attention_heads",
+    ),
+    (
+        KEPT,
+        "head_dim d_kv d_head attention_head_dim kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim rotary_dim attention_head_size mamba_d_head d_kv_head linear_key_head_dim linear_value_head_dim "
+        "ssm_state_size state_size mamba_d_state time_step_rank index_head_dim mamba_head_dim global_head_dim "
+        "swa_head_dim gate_rank q_rank kv_rank",
+    ),
+    (
+        VOCAB,
+        "vocab_size text_vocab_size decoder_vocab_size encoder_vocab_size type_vocab_size_ src_vocab_size "
+        "tgt_vocab_size vocab_size_per_layer_input padded_vocab_size n_words",
+    ),
+    (
+        64,
+        "max_position_embeddings n_positions max_seq_len seq_length max_length_ max_source_positions "
+        "max_target_positions original_max_position_embeddings max_sequence_length n_ctx max_seq_length "
+        "max_2d_position_embeddings",
+    ),
     (SIDE, "image_size img_size"),
     (KEPT - 4, "patch_size"),
     (16, "conv_dim attention_window local_attention attention_chunk_size"),
@@ -150,7 +171,9 @@ def _shrink(config: Any, changes: dict[str, Any]) -> None:
         elif name in SMALL and isinstance(value, int) and not isinstance(value, bool) and value:
             _set(config, name, min(SMALL[name], value) if name not in ("num_key_value_heads",) else 2)
         elif name.endswith("token_id") and isinstance(value, int) and value >= 8:
-            _set(config, name, {"pad": 0, "bos": 1, "eos": 2, "sep": 3, "cls": 4, "mask": 5}.get(name[:3].rstrip("_"), 6))
+            _set(
+                config, name, {"pad": 0, "bos": 1, "eos": 2, "sep": 3, "cls": 4, "mask": 5}.get(name[:3].rstrip("_"), 6)
+            )
         elif "drop" in name and isinstance(value, float):
             _set(config, name, 0.0)
     for name, value in changes.items():
@@ -256,7 +279,9 @@ def _open_clip(name: str, changes: dict[str, Any]) -> tuple[nn.Module, Loss, Cal
     module = importlib.import_module("open_clip.coca_model" if "multimodal_cfg" in config else "open_clip.model")
     kind = module.CoCa if "multimodal_cfg" in config else module.CustomTextCLIP if custom else module.CLIP
     if "multimodal_cfg" in config:
-        config["multimodal_cfg"].update({"context_length": 8, "vocab_size": VOCAB, "width": WIDE, "heads": HEADS, "layers": 2})
+        config["multimodal_cfg"].update(
+            {"context_length": 8, "vocab_size": VOCAB, "width": WIDE, "heads": HEADS, "layers": 2}
+        )
     accepted = inspect.signature(kind).parameters
     model = kind(**{key: value for key, value in config.items() if key in accepted})
     side = config["vision_cfg"]["image_size"]

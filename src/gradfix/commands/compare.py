@@ -10,7 +10,7 @@ from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
-from gradfix.commands.guard import halving_batches, in_notes
+from gradfix.commands.guard import among_processes, halving_batches, in_notes
 from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_data, read_unlabelled
 from gradfix.data import Dataset, Row, few_shot
 from gradfix.errors import CorruptInput, GradfixError
@@ -21,6 +21,7 @@ from gradfix.methods.results import Results
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
+from gradfix.system.processes import current
 
 # Options that the command and `gradfix.compare` call by one name.
 SAME = (
@@ -37,6 +38,7 @@ SAME = (
 )
 
 
+@among_processes
 @halving_batches(in_notes)
 def run_compare(
     config: CompareConfig, json_out: str | None = None, stage: Callable[[str], None] = lambda _: None
@@ -61,9 +63,9 @@ def run_compare(
         command=command_line("compare", config),
         progress=lambda what, done, total: stage(f"{what} ({done}/{total})"),
     )
-    if config.report:
+    if config.report and current().leads:
         write_report(results, config.report)
-    if config.track:
+    if config.track and current().leads:
         track(results, config.track)
     return results
 

@@ -37,6 +37,7 @@ def help_text(item: Field[Any]) -> str:
 SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's generators take
 METHODS = "gradfix.methods.methods:METHODS"
 ENGINE = "Vote engine; auto takes the fastest that the model allows."
+PROCESSES = "Processes that share scores, votes and training steps (torchrun brings its own)."
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
 DRY_RUN = "Check everything and say what would be done; write nothing."
 
@@ -165,6 +166,7 @@ class TransportConfig(TrioOptions, ShotOptions):
     check: bool = option("Check on the examples that the fine-tune beats its base.", True)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     force: bool = option("Go on where a check would refuse.", False)
+    processes: int = option(PROCESSES, 1, least=1)
     dry_run: bool = option(DRY_RUN, False)
 
 
@@ -182,6 +184,7 @@ class FinetuneConfig(DataOptions):
     seed: int = option("Seed of every random choice.", 0, **SEEDS)
     shots: int | None = option("Use only this many examples per class.")
     new_head: bool = option("Classification: put a new head on a model that has none.", False)
+    processes: int = option(PROCESSES, 1, least=1)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     dry_run: bool = option(DRY_RUN, False)
 
@@ -195,6 +198,7 @@ class EvaluateConfig(DataOptions):
     head_from: str | None = option(
         "Zero-shot: pre-trained checkpoint whose frozen head is used. Adapters: the base they are put on."
     )
+    processes: int = option(PROCESSES, 1, least=1)
     auto_batch: bool = option(AUTO_BATCH, False)
 
 
@@ -230,6 +234,7 @@ class CompareConfig(TrioOptions, DataOptions):
     engine: str = option(ENGINE, "auto", choices="gradfix:ENGINES")
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
     auto_batch: bool = option(AUTO_BATCH, False)
+    processes: int = option(PROCESSES, 1, least=1)
     work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
     report: str | None = option("HTML report to write.")
     track: str | None = option(

@@ -23,7 +23,7 @@ from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart
 from gradfix.commands.configs import TransportConfig, given
-from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
+from gradfix.commands.guard import among_processes, halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import write_page
 from gradfix.commands.setting import Prepared, Shots, device_of, draw, read_unlabelled, setting
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
@@ -48,6 +48,7 @@ from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_kinds, save_lora
 from gradfix.system.meter import Meter
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.scoring import evaluate, mean_loss
 from gradfix.vectors.scale import dialled
@@ -91,6 +92,7 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+@among_processes
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, run the method, write, score. Nothing is written before every check has passed."""
@@ -254,9 +256,11 @@ class _Transport:
             "test_after": after,
         }
         report = None
-        if not config.dry_run:
+        writes = not config.dry_run and current().leads
+        if writes:
             look = self._read_back(trial, measured, adapter is not None)
-            report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
+            with sharing(ALONE):
+                report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
             self.partials.forget()
             self.notes.extend(report.notes)
         curve = None if outcome.curve is None else outcome.curve.values()
@@ -265,7 +269,7 @@ class _Transport:
             before, measured["test_after"], loss_before, measured["fewshot_loss_after"], self.seconds,
             tuple(dict.fromkeys(self.notes)), self.bound.measure,
         )  # fmt: skip
-        if config.report and not config.dry_run:
+        if config.report and writes:
             write_page(self.wanted, result, samples=len(self.shots.fewshot))
         return result
 

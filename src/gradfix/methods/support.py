@@ -12,10 +12,12 @@ import torch
 from gradfix.data import folds
 from gradfix.errors import DataError
 from gradfix.methods.search import Score, View, total
+from gradfix.system.processes import current
 from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.votes.collect import collect_gradient, collect_votes
+from gradfix.votes.collect import collect, collect_gradient, collect_votes
+from gradfix.votes.distributed.parallel import InParallel
 from gradfix.votes.engines.loop import Batches
 
 if TYPE_CHECKING:
@@ -108,8 +110,12 @@ class Support:
         trial, part = self.trial, self.parts[number]
         where = [str(getattr(example, "where", f"example {n}")) for n, example in enumerate(part, 1)]
         batches = Batches(trial.bound.collate, part, trial.passes.batch_size, where)
-        partial = trial.store.partial(self._key("votes", number))
-        votes = collect_votes(trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial)
+        group, engine = current(), trial.passes.engine
+        if group.size > 1:
+            votes = collect(InParallel(group, trial.model, trial.bound.loss, batches, engine))
+        else:
+            kept = trial.store.partial(self._key("votes", number))
+            votes = collect_votes(trial.model, trial.bound.loss, batches, engine=engine, checkpoint=kept)
         trial.bill.own += Work(forward=len(part), backward=len(part))
         return votes
 

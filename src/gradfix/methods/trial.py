@@ -24,8 +24,8 @@ from gradfix.methods.choosing import choose
 from gradfix.methods.method import NotHere
 from gradfix.methods.search import Choice, Score, Search, Setting, total
 from gradfix.methods.support import Support
-from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
+from gradfix.tasks.scoring import judged
 from gradfix.training.costs import Work
 from gradfix.training.starts import Old
 from gradfix.vectors.taskvector import TaskVector
@@ -276,13 +276,9 @@ class Trial:
         return self._parts
 
     def predictions(self, name: str) -> tuple[Score, list[int]]:
-        right, loss, answers = 0, 0.0, []
-        with left_as_it_was(self.model), torch.no_grad():
-            for batch in self.batches(name):
-                predicted, losses = self.bound.judge(self.model, batch)
-                right += int((predicted == batch["labels"]).sum())
-                loss += float(losses.double().sum())
-                answers += predicted.tolist()
+        found = judged(self.model, self.bound, self.batches(name))
+        right, loss = sum(r for r, _, _ in found), sum(s for _, s, _ in found)
+        answers = [answer for _, _, some in found for answer in some]
         if not answers:
             raise DataError(f"no examples to score in {name}; check the data and its splits.")
         self.bill.own += Work(forward=len(answers))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import current
 from gradfix.votes.engines.passes import Batch, Loss
 
 
@@ -21,16 +22,23 @@ class Scorer(Protocol):
         ...
 
 
+def judged(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> list[tuple[int, float, list[int]]]:
+    """Right answers, summed loss and answers of every batch; processes that share the work each take some of them.
+
+    The batches are those of one process, so the figures are the same whoever scored them."""
+
+    def judge(batch: Batch) -> tuple[int, float, list[int]]:
+        guesses, losses = task.judge(model, batch)
+        return int((guesses == batch["labels"]).sum()), float(losses.double().sum()), guesses.tolist()
+
+    with left_as_it_was(model), torch.no_grad():
+        return current().each(judge, batches)
+
+
 def evaluate(model: nn.Module, task: Scorer, batches: Iterable[Batch]) -> dict[str, float]:
     """Accuracy in percent, mean loss and the number of samples. A batch holds its answers as "labels"."""
-    right, loss, count = 0, 0.0, 0
-    with left_as_it_was(model), torch.no_grad():
-        for batch in batches:
-            answers = batch["labels"]
-            guesses, losses = task.judge(model, batch)
-            right += int((guesses == answers).sum())
-            loss += float(losses.double().sum())
-            count += len(answers)
+    found = judged(model, task, batches)
+    right, loss, count = sum(r for r, _, _ in found), sum(s for _, s, _ in found), sum(len(a) for _, _, a in found)
     if count == 0:
         raise DataError("no examples to score; check the data and its split.")
     return {"accuracy": 100 * right / count, "loss": loss / count, "samples": count}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights, warmed
@@ -98,7 +100,7 @@ def finetune(
             run.step(step, rows)
             if progress is not None:
                 progress(1)
-            if checkpoint is not None and time.monotonic() - last_save >= pause:
+            if checkpoint is not None and current().leads and time.monotonic() - last_save >= pause:
                 begin = time.monotonic()
                 run.save(checkpoint, step + 1)
                 last_save = time.monotonic()
@@ -120,13 +122,17 @@ class _Run:
         self.training = Training(parameters, recipe.rate, _diverged, weight_decay=recipe.weight_decay, masters=True)
 
     def step(self, step: int, rows: Sequence[int]) -> None:
-        with _dropout_of(self.recipe.seed, step, self.training.parameters):
-            self.training.step(step, self._losses(rows))
+        self.training.step(step, self._losses(step, rows))
 
-    def _losses(self, rows: Sequence[int]) -> Iterator[Tensor]:
-        for first in range(0, len(rows), self.micro_batch):
-            part = [self.examples[row] for row in rows[first : first + self.micro_batch]]
-            yield self.bound.loss(self.bound.model, self.bound.collate(part)).sum() / len(rows)
+    def _losses(self, step: int, rows: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
+        parts = [rows[first : first + self.micro_batch] for first in range(0, len(rows), self.micro_batch)]
+        for number, part in enumerate(parts if len(parts) > 1 else current().pieces(rows)):
+            yield partial(self._loss, f"{self.recipe.seed}:{step}" + f":{number}" * (number > 0), part, len(rows))
+
+    def _loss(self, draw: str, part: Sequence[int], count: int) -> Tensor:
+        with _dropout_of(draw, self.training.parameters):
+            batch = self.bound.collate([self.examples[row] for row in part])
+            return self.bound.loss(self.bound.model, batch).sum() / count
 
     def _key(self) -> str:
         """Names the run: recipe, what is asked of the model, examples in order, all weights and buffers.
@@ -181,13 +187,17 @@ def tune(
         return DataError(f"few-shot fine-tuning at rate {rates(step):g} diverged in step {step + 1}.")
 
     training = Training(trainable_weights(bound), rates, diverged)
-    order = draws(len(examples), min(batch, len(examples)), seed)
+    order, pieces = draws(len(examples), min(batch, len(examples)), seed), current().pieces
+
+    def share(part: Sequence[int], count: int) -> Tensor:
+        loss = bound.loss(bound.model, bound.collate([examples[row] for row in part])).mean()
+        return loss * (len(part) / count)
+
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):
         with left_as_it_was(bound.model), torch.enable_grad():
-            parts = [rows[first : first + PIECE] for first in range(0, len(rows), PIECE)]
-            losses = (bound.loss(bound.model, bound.collate([examples[row] for row in part])).mean() for part in parts)
-            loss = training.step(step, (loss * (len(part) / len(rows)) for loss, part in zip(losses, parts, strict=True)))
+            parts = [part for first in range(0, len(rows), PIECE) for part in pieces(rows[first : first + PIECE])]
+            loss = training.step(step, [partial(share, part, len(rows)) for part in parts])
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:
             yield step + 1, work, loss
@@ -249,9 +259,9 @@ def _training(bound: Bound, names: Sequence[str] | None) -> Iterator[dict[str, n
 
 
 @contextmanager
-def _dropout_of(seed: int, step: int, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Dropout drawn from (seed, step) alone, so that a resumed step draws the same; global state untouched."""
+def _dropout_of(draw: str, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Dropout drawn from a word alone, so that a resumed step draws the same; global state untouched."""
     devices = sorted({p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7], "big"))
+        torch.manual_seed(int.from_bytes(hashlib.sha256(draw.encode()).digest()[:7], "big"))
         yield
