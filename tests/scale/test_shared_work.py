@@ -120,7 +120,8 @@ def test_commands_write_and_say_what_one_process_does(home):
     for made in ("tuned", "best", "mask"):
         mine, theirs = (weights_of(home / f"of-{count}" / made) for count in (1, 2))
         for name, tensor in mine.items():
-            torch.testing.assert_close(theirs[name], tensor, **TOLERANCE)
+            if "key.bias" not in name:  # its gradient is zero but for rounding, and AdamW makes steps of that
+                torch.testing.assert_close(theirs[name], tensor, **TOLERANCE)
     units = [sorted(path.name for path in (home / f"of-{count}" / "work" / "units").iterdir()) for count in (1, 2)]
     assert units[0] == units[1]
 

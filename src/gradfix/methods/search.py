@@ -25,7 +25,7 @@ class Search:
     margins: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4)
     steps: tuple[int, ...] = (5, 10, 20, 40)
-    step_batch: int = 32
+    step_batch: int = 16
     folds: int = 5
     full: bool = False
 
