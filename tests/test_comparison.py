@@ -239,13 +239,14 @@ def test_another_setting_reads_no_old_unit(given, tmp_path):
     assert alphas[1] <= 0.2 < alphas[0]
 
 
-def test_costs_count_the_passes(given, validated):
+def test_costs_count_the_passes(given):
     """Measured FLOPs of GradFix: the vote, and every alpha on the validation split."""
     from gradfix.methods.methods import flops
 
+    results = run(given, methods=["gradfix"], seeds=(0,), search=replace(SMALL, full=True))
     parameters = sum(p.numel() for p in given["target"].model.parameters())
-    row = next(row for row in validated.rows if row["method"] == "gradfix")
-    curve = next(curve for curve in validated.curves if curve["method"] == "gradfix")
+    row = next(row for row in results.rows if row["method"] == "gradfix")
+    curve = next(curve for curve in results.curves if curve["method"] == "gradfix")
     alphas = len(curve["points"])
     expected = flops("gradfix", parameters, 9, scored=60, settings=alphas) + parameters * 2 * (alphas - 2)
     assert row["flops"] == pytest.approx(expected)
@@ -293,22 +294,76 @@ def test_changed_examples_are_shown_with_their_answers(validated):
         (9.0, {0.0, 0.5, 1.0, 2.0, 4.0}),
     ],
 )
-def test_the_grid_widens_while_its_edge_is_best(given, monkeypatch, peak, tried):
-    splits = given["data"].splits
-    trial = Trial(
-        given["target"],
-        TaskVector.between(given["base"], given["tuned"]),
-        Splits(splits["train"], splits["validation"], splits["test"]),
-        search=replace(SMALL, alphas=(0.5, 1.0), wider=(2.0, 4.0)),
-    )
-
-    def along(support, view, setting, alphas, known):
-        return {alpha: Score(99 - round(10 * abs(alpha - peak)), 1.0, 100) for alpha in alphas}
-
-    monkeypatch.setattr(trial, "_along", along)
-    monkeypatch.setattr(trial, "untouched", lambda name: Score(1, 1.0, 100))
+@pytest.mark.parametrize("full", [True, False])
+def test_the_grid_widens_while_its_edge_is_best(given, monkeypatch, peak, tried, full):
+    trial = trial_of(given, replace(SMALL, alphas=(0.5, 1.0), wider=(2.0, 4.0), full=full))
+    asked = scored_by(trial, monkeypatch, lambda alpha: -abs(alpha - peak))
     choice = trial.choose(trial.support(3, 0), [Setting({}, lambda view: trial.tau)])
-    assert set(choice.curve.points) == tried
+    assert {alpha for alpha, _ in asked} == tried
     assert choice.alpha == min(tried, key=lambda alpha: abs(alpha - peak))
     assert any("widened" in note for note in choice.notes) == (peak > 0.5)
     assert any("largest one tried" in note for note in choice.notes) == (peak > 4)
+
+
+def trial_of(given: dict[str, Any], search: Search | None = None, validation: bool = True) -> Trial:
+    splits = given["data"].splits
+    return Trial(
+        given["target"],
+        TaskVector.between(given["base"], given["tuned"]),
+        Splits(splits["train"], splits["validation"] if validation else None, splits["test"]),
+        search=search,
+    )
+
+
+def scored_by(trial: Trial, monkeypatch, height) -> list[tuple[float, int]]:
+    """Scores that depend on alpha alone; returns what was asked: alphas, and examples at each."""
+    first = {name: p.detach().clone() for name, p in trial.model.named_parameters()}
+    entry = max(trial.tau, key=lambda name: float(trial.tau[name].abs().max()))
+    at = trial.tau[entry].abs().argmax()
+    asked: list[tuple[float, int]] = []
+
+    def score(name: str) -> Score:
+        now = dict(trial.model.named_parameters())[entry].detach()
+        alpha = round(float((now - first[entry]).flatten()[at] / trial.tau[entry].flatten()[at]), 3)
+        count = len(trial.examples[name])
+        asked.append((alpha, count))
+        return Score(count, (10 - height(alpha)) * count, count)
+
+    monkeypatch.setattr(trial, "score", score)
+    return asked
+
+
+@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize("peak", [0.0, 0.1, 0.4, 0.7, 1.0, 2.0, 6.0])
+def test_alpha_is_raced_in_five_passes(given, monkeypatch, validation, peak):
+    trial = trial_of(given, validation=validation)
+    asked = scored_by(trial, monkeypatch, lambda alpha: -abs(alpha - peak))
+    support = trial.support(10, 0)
+    choice = trial.choose(support, [Setting({}, lambda view: trial.tau)])
+    assert choice.alpha == pytest.approx(peak, rel=0.5)
+    judges = len(trial.splits.validation or support.examples)
+    assert sum(count for _, count in asked) <= 5 * judges
+    assert {score.count for score in choice.curve.points.values()} == {judges}
+    assert set(choice.curve.points) > {0.0}
+
+
+@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize(("peak", "margin"), [(0.4, 0.8), (2.0, 0.2), (1.0, 0.0)])
+def test_margin_and_alpha_are_raced_together(given, monkeypatch, validation, peak, margin):
+    trial = trial_of(given, validation=validation)
+    made: list[float] = [0.0]
+
+    def setting(knob: float) -> Setting:
+        def make(view):
+            made[0] = knob
+            return trial.tau
+
+        return Setting({"margin": knob}, make)
+
+    asked = scored_by(trial, monkeypatch, lambda alpha: -abs(alpha - peak) - 2 * abs(made[0] - margin))
+    support = trial.support(10, 0)
+    choice = trial.choose(support, [setting(knob) for knob in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)])
+    assert choice.setting.knobs == {"margin": margin}
+    assert choice.alpha == pytest.approx(peak, rel=0.5)
+    judges = len(trial.splits.validation or support.examples)
+    assert sum(count for _, count in asked) <= (5 if validation else 6) * judges

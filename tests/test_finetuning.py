@@ -229,7 +229,7 @@ def test_one_step_is_one_adamw_step(folder: Path) -> None:
 def test_few_shot_steps_are_adamw_steps_and_every_stop_is_on_one_path(folder: Path) -> None:
     bound, alone, reference = (opened(folder, torch.float64) for _ in range(3))
     path = {}
-    for steps, work in tune(bound, ROWS, rate=1e-3, stops=[1, 3], batch=len(ROWS), seed=0):
+    for steps, work, _ in tune(bound, ROWS, rate=1e-3, stops=[1, 3], batch=len(ROWS), seed=0):
         path[steps] = weights(bound)
         assert (work.steps, work.forward, work.backward) == (steps, steps * len(ROWS), steps * len(ROWS))
     for _ in tune(alone, ROWS, rate=1e-3, stops=[3], batch=len(ROWS), seed=0):

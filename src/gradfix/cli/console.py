@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradfix.system.processes import leads
+
 PIPED = 100_000  # columns of a pager or a file: nothing is folded there
 QUICK_SECONDS = 5.0  # a run that takes no longer has no progress to tell
 EVERY_SECONDS = 10.0  # between two lines about one step
@@ -39,17 +41,20 @@ def say_notes(notes: Sequence[str]) -> None:
 class Printer:
     """Where a command's result goes: JSON to a file or to standard output, and words for people.
 
-    With JSON on standard output nothing else is printed there; notes and progress go to standard error."""
+    With JSON on standard output nothing else is printed there; notes and progress go to standard error. A process that
+    works for another one says and writes nothing."""
 
     def __init__(self, json_path: str | None, quiet: bool) -> None:
-        self.json_path, self.quiet = json_path, quiet
-        self._silent = quiet or json_path == "-"
+        self.json_path, self.quiet = json_path, quiet or not leads()
+        self._silent = self.quiet or json_path == "-"
 
     def json(self, content: Any) -> None:
         self.text(json.dumps(content, indent=1, default=str) + "\n")
 
     def text(self, text: str) -> None:
         """JSON that is text already."""
+        if not leads():
+            return
         if self.json_path == "-":
             sys.stdout.write(text)
         elif self.json_path is not None:

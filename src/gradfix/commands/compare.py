@@ -11,7 +11,7 @@ from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype, write_text
 from gradfix.commands.configs import CompareConfig, ReportConfig, command_line
-from gradfix.commands.guard import halving_batches, in_notes
+from gradfix.commands.guard import among_processes, halving_batches, in_notes
 from gradfix.commands.setting import (
     NO_VALIDATION,
     device_of,
@@ -31,6 +31,7 @@ from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
 from gradfix.system.meter import Countdown
+from gradfix.system.processes import current
 
 # Options that the command and `gradfix.compare` call by one name.
 SAME = (
@@ -47,6 +48,7 @@ SAME = (
 )
 
 
+@among_processes
 @halving_batches(in_notes)
 def run_compare(
     config: CompareConfig, json_out: str | None = None, stage: Callable[[str], None] = lambda _: None
@@ -71,9 +73,9 @@ def run_compare(
         command=command_line("compare", config),
         progress=Countdown(stage),
     )
-    if config.report:
+    if config.report and current().leads:
         write_report(results, config.report)
-    if config.track:
+    if config.track and current().leads:
         track(results, config.track)
     return results
 

@@ -40,6 +40,7 @@ def help_text(item: Field[Any]) -> str:
 SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's generators take
 METHODS = "gradfix.methods.methods:METHODS"
 ENGINE = "Vote engine; auto takes the fastest that the model allows."
+PROCESSES = "Processes that share scores, votes and training steps (torchrun brings its own)."
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
 DUPLICATES = "Examples that stand in train and in test: take them out of train, or of test, instead of refusing them."
 MOST_SHOTS = 50  # labelled examples per class that are used where nobody says how many
@@ -182,6 +183,7 @@ class TransportConfig(TrioOptions, ShotOptions):
     check: bool = option("Check on the examples that the fine-tune beats its base.", True)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     force: bool = option("Go on where a check would refuse.", False)
+    processes: int = option(PROCESSES, 1, least=1)
     dry_run: bool = option(DRY_RUN, False)
 
 
@@ -200,6 +202,7 @@ class FinetuneConfig(DataOptions):
     shots: int | None = option("Use only this many examples per class.")
     drop_duplicates: str | None = option(DUPLICATES)
     new_head: bool = option("Classification: put a new head on a model that has none.", False)
+    processes: int = option(PROCESSES, 1, least=1)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     dry_run: bool = option(DRY_RUN, False)
 
@@ -213,6 +216,7 @@ class EvaluateConfig(DataOptions):
     head_from: str | None = option(
         "Zero-shot: pre-trained checkpoint whose frozen head is used. Adapters: the base they are put on."
     )
+    processes: int = option(PROCESSES, 1, least=1)
     auto_batch: bool = option(AUTO_BATCH, False)
 
 
@@ -249,6 +253,7 @@ class CompareConfig(TrioOptions, DataOptions):
     allow_fewer: bool = option("Accept classes with fewer than --shots examples.", False)
     drop_duplicates: str | None = option(DUPLICATES)
     auto_batch: bool = option(AUTO_BATCH, False)
+    processes: int = option(PROCESSES, 1, least=1)
     work: str | None = option("Folder for finished units, to resume from; beside --json by default.")
     report: str | None = option("HTML report to write.")
     track: str | None = option(

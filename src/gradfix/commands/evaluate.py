@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gradfix.commands.configs import EvaluateConfig
-from gradfix.commands.guard import halving_batches, in_dict
+from gradfix.commands.guard import among_processes, halving_batches, in_dict
 from gradfix.commands.setting import setting
 from gradfix.data import Dataset
 from gradfix.errors import DataError
@@ -14,6 +14,7 @@ from gradfix.registry import unknown
 from gradfix.tasks.scoring import evaluate
 
 
+@among_processes
 @halving_batches(in_dict)
 def run_evaluate(config: EvaluateConfig, stage: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     start = setting(config)

@@ -10,14 +10,16 @@ from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint, resolve
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.configs import FinetuneConfig, given
-from gradfix.commands.guard import sole_writer
+from gradfix.commands.guard import among_processes, sole_writer
 from gradfix.commands.setting import Prepared, apart, setting
 from gradfix.data import Row, check_disjoint, few_shot
 from gradfix.errors import DataError, UsageError
+from gradfix.system.processes import current, report
 from gradfix.tasks.loading import ADAPTER_CONFIG
 from gradfix.tasks.scoring import evaluate
 
 
+@among_processes
 def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None = None) -> dict[str, Any]:
     from gradfix.training.finetuning import finetune
 
@@ -37,6 +39,8 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}",
             "notes": notes,
         }
+    if current().size > 1:
+        progress = report if current().leads else None
     with sole_writer(config):
         bound = start.open(config.model)
         state = out.with_name(f".{out.name}.finetune")
@@ -45,11 +49,12 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
             checkpoint=state,
         )  # fmt: skip
-        save_like(
-            source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
-            extras=bound.save_extras,
-        )  # fmt: skip
-        discard(state)
+        if current().leads:
+            save_like(
+                source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
+                extras=bound.save_extras,
+            )  # fmt: skip
+            discard(state)
     result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": [*notes, *bound.notes]}
     test = start.dataset.splits.get("test")
     if test:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from gradfix.checkpoints.write import locked, make_parent, refuse_inside, refuse_occupied, refuse_odd_file
 from gradfix.data.files import is_table
 from gradfix.errors import OutputError, UnsafeResult, UsageError
+from gradfix.system.processes import current, in_processes, joined, launched, sharing
 
 Result = TypeVar("Result")
 Run = Callable[..., Result]
@@ -69,8 +70,8 @@ def _refuse_shared(config: Any, files: Iterable[str | None]) -> None:
 def sole_writer(config: Any) -> Iterator[None]:
     """Hold the output folder from the first computation on: a second writer is told at once, not at its end.
 
-    A dry run writes nothing and holds nothing."""
-    if config.dry_run:
+    A dry run writes nothing and holds nothing, nor does a process that works for another."""
+    if config.dry_run or not current().leads:
         yield
         return
     out = Path(config.out)
@@ -167,6 +168,32 @@ def halving_batches(
         return smaller
 
     return decorate
+
+
+def among_processes(run: Run[Result]) -> Run[Result]:
+    """Let a workflow (its config comes first) be shared by `config.processes`, or by those that torchrun started.
+
+    All of them return the result; rank 0 writes. What is told on the way is told by one process only."""
+
+    @functools.wraps(run)
+    def shared(config: Any, *more: Any, **options: Any) -> Result:
+        plain = tuple(one for one in more if not callable(one))  # who is told on the way stays here
+        if launched():
+            return _as_rank((run, config, plain))
+        if config.processes < 2 or getattr(config, "dry_run", False):
+            return run(config, *more, **options)
+        step = next((one for one in more if callable(one)), None)  # of which the processes count, if they count
+        result: Result = in_processes(_as_rank, (shared, config, plain), config.processes, step)
+        return result
+
+    return shared
+
+
+def _as_rank(job: tuple[Run[Result], Any, tuple[Any, ...]]) -> Result:
+    run, config, more = job
+    run = getattr(run, "__wrapped__", run)
+    with joined() as group, sharing(group):
+        return run(replace(config, device=group.device(config.device)), *more)
 
 
 def in_notes(result: Any, note: str) -> Any:

@@ -22,7 +22,7 @@ from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart, refuse_odd_task
 from gradfix.commands.configs import TransportConfig, given
-from gradfix.commands.guard import halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
+from gradfix.commands.guard import among_processes, halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import Along, TransportResult, write_page
 from gradfix.commands.setting import Prepared, Shots, device_of, draw, refuse_swapped, setting, unseen_unlabelled
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
@@ -48,6 +48,7 @@ from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_kinds, save_lora
 from gradfix.system.meter import Meter
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
@@ -60,6 +61,7 @@ T = TypeVar("T")
 Stage = Callable[[str], None]
 
 
+@among_processes
 @halving_batches(in_notes)
 def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> TransportResult:
     """Check, run the method, write, score. Nothing is written before every check has passed."""
@@ -222,9 +224,11 @@ class _Transport:
             measured["keep_index"] = kept.as_json()
             self.notes.append(kept.note())
         report = None
-        if not config.dry_run:
+        writes = not config.dry_run and current().leads
+        if writes:
             look = self._read_back(trial, measured, adapter is not None, kept)
-            report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
+            with sharing(ALONE):
+                report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
             self.partials.forget()
             self.notes.extend(report.notes)
         curve = None if outcome.curve is None else outcome.curve.values()
@@ -235,7 +239,7 @@ class _Transport:
             changed_examples(self.shots.test or (), self.bound.labels, answers, new_answers) if config.report else {},
             measured.get("keep_index"),
         )  # fmt: skip
-        if config.report and not config.dry_run:
+        if config.report and writes:
             write_page(self.wanted, result, self.shots)
         return result
 

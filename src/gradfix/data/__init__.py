@@ -2,7 +2,7 @@
 
 from gradfix.data.load import Dataset, load_data, load_unlabelled
 from gradfix.data.rows import Row
-from gradfix.data.splits import check_disjoint, few_shot, folds, without_duplicates, without_overlap
+from gradfix.data.splits import check_disjoint, few_shot, folds, in_turns, without_duplicates, without_overlap
 
 __all__ = [
     "Dataset",
@@ -10,6 +10,7 @@ __all__ = [
     "check_disjoint",
     "few_shot",
     "folds",
+    "in_turns",
     "load_data",
     "load_unlabelled",
     "without_duplicates",

@@ -65,6 +65,16 @@ def folds(examples: Examples, k: int, seed: int = 0) -> list[tuple[list[int], li
     return [(sorted(set(range(len(examples))) - set(part)), sorted(part)) for part in held]
 
 
+def in_turns(examples: Examples, seed: int = 0) -> list[int]:
+    """All indices in an order whose every stretch holds the labels in their shares, as far as whole examples can."""
+    turns: dict[int, float] = {}
+    drawn = random.Random(seed)
+    for label, members in _by_label(examples).items():
+        for place, index in enumerate(_shuffled(members, seed, label)):
+            turns[index] = (place + drawn.random()) / len(members)
+    return sorted(turns, key=lambda index: (turns[index], index))
+
+
 def check_disjoint(splits: Mapping[str, Examples]) -> list[str]:
     """Raise when examples' contents stand in two splits, all of them in one message; return notes on repeats inside one."""
     seen: dict[str, tuple[str, str]] = {}

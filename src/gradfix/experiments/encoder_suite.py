@@ -41,7 +41,7 @@ FULL = Grid(
     selection=(1, 5, 20),
     curve=5,
     seeds=(0, 1, 2),
-    search=Search(alphas=ALPHAS, wider=(), rates=(1e-5, 3e-5, 1e-4), steps=(5, 10, 20, 40)),
+    search=Search(alphas=ALPHAS, wider=(), rates=(1e-5, 3e-5, 1e-4), steps=(5, 10, 20, 40), step_batch=32, full=True),
 )
 QUICK = Grid(
     budgets=(1, 5),
@@ -49,7 +49,7 @@ QUICK = Grid(
     selection=(1, 5),
     curve=5,
     seeds=(0, 1),
-    search=Search(alphas=(0.2, 0.4, 0.7, 1.0), wider=(), rates=(3e-5, 1e-4), steps=(10, 20)),
+    search=Search(alphas=(0.2, 0.4, 0.7, 1.0), wider=(), rates=(3e-5, 1e-4), steps=(10, 20), step_batch=32, full=True),
 )
 
 

@@ -36,7 +36,7 @@ from gradfix.vectors.taskvector import TaskVector
 
 SPEED = {"cuda": 6e13, "cpu": 5e10}  # operations per second, for the guess only
 TAUGHT = 2500  # samples that lessons and maps pass over, for the guess only
-FEW = Search(wider=(), rates=(1e-6, 1e-5, 1e-4), steps=(5, 10, 20, 40))
+FEW = Search(wider=(), rates=(1e-6, 1e-5, 1e-4), steps=(5, 10, 20, 40), step_batch=32, full=True)
 
 
 @dataclass(frozen=True)

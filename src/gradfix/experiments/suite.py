@@ -145,7 +145,14 @@ FULL = Grid(
     selection=(1, 5, 20),
     curve=5,
     seeds=(0, 1, 2),
-    search=Search(alphas=(0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0), wider=(), rates=(1e-4, 3e-4), steps=(8, 16, 32)),
+    search=Search(
+        alphas=(0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0),
+        wider=(),
+        rates=(1e-4, 3e-4),
+        steps=(8, 16, 32),
+        step_batch=32,
+        full=True,
+    ),
 )
 QUICK = Grid(
     budgets=(1, 5),
@@ -153,7 +160,7 @@ QUICK = Grid(
     selection=(1, 5),
     curve=5,
     seeds=(0, 1),
-    search=Search(alphas=(0.2, 0.4, 0.7, 1.0), wider=(), rates=(1e-4, 3e-4), steps=(8, 16)),
+    search=Search(alphas=(0.2, 0.4, 0.7, 1.0), wider=(), rates=(1e-4, 3e-4), steps=(8, 16), step_batch=32, full=True),
 )
 TESTED = {False: 600, True: 300}  # test images by `quick`
 

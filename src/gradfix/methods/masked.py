@@ -112,7 +112,7 @@ class Masked:
         if self.sees == "nothing":
             return [Setting({}, lambda view: tau, plain)]
         if self.sees != "votes":
-            return [Setting({}, lambda view: self._moved(tau, support, view, None).update)]
+            return [Setting({}, lambda view: self._moved(tau, support, view, None).update, self._key(support, plain))]
         settings: dict[int, Setting] = {}
         for margin in trial.search.margins if self.margin is None else [self.margin]:
             # Margins between two vote counts give the same mask; ask once.
@@ -123,7 +123,14 @@ class Masked:
         # At margin 1 nothing can be vetoed, but a tensor without votes is dropped all the same.
         if margin == 1 and set(tau) <= set(self._votes(support, support.whole)):
             return Setting({"margin": margin}, lambda view: tau, plain)
-        return Setting({"margin": margin}, lambda view: self._moved(tau, support, view, margin).update)
+        key = self._key(support, plain, margin)
+        return Setting({"margin": margin}, lambda view: self._moved(tau, support, view, margin).update, key)
+
+    def _key(self, support: Support, plain: str | None, margin: float | None = None) -> str | None:
+        """Names the masked vector where other methods may make the same one from the same few-shot set."""
+        if plain is None or self.votes is not None:
+            return None
+        return f"{plain}-{self.mask}-{self.vote}-{margin}-{support.name}"
 
     def _warnings(self, trial: Trial) -> tuple[str, ...]:
         if self.votes is None or self.given or trial.regime == "validation":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -17,9 +17,9 @@ from gradfix.vectors.taskvector import TaskVector
 class Search:
     """What the methods may try. The same for all of them.
 
-    `alphas` is widened by `wider` while its edge is best. Settings such as margins are first compared at the
-    `probes`, then the best one gets the whole grid. `patience` ends a curve after that many alphas in a row
-    that are clearly (2 points) below its best; None measures the whole grid."""
+    `alphas` is widened by `wider` while its edge is best. They are walked on a part of the examples, and the better ones
+    race on more of them. `full` measures every alpha on all examples instead, as the paper does; settings such
+    as margins are then compared at the `probes` first."""
 
     alphas: tuple[float, ...] = PAPER_GRID
     wider: tuple[float, ...] = WIDEN_BY
@@ -27,9 +27,9 @@ class Search:
     margins: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     rates: tuple[float, ...] = (1e-5, 3e-5, 1e-4, 3e-4)
     steps: tuple[int, ...] = (5, 10, 20, 40)
-    step_batch: int = 32
+    step_batch: int = 16
     folds: int = 5
-    patience: int | None = None
+    full: bool = False
 
     def __post_init__(self) -> None:
         if not self.alphas or min(*self.alphas, *self.probes) <= 0:
@@ -40,7 +40,7 @@ class Search:
         """A coarse search for demonstrations: the same rules, fewer points."""
         return cls(
             alphas=(0.25, 0.5, 1.0), wider=(1.5, 2.0, 3.0, 4.0, 6.0, 8.0), probes=(0.5, 1.0), margins=(0.0, 0.4, 1.0),
-            rates=(1e-4, 3e-4), steps=(8, 16), step_batch=16, folds=3, patience=1,
+            rates=(1e-4, 3e-4), steps=(8, 16), step_batch=16, folds=3,
         )  # fmt: skip
 
 
@@ -87,9 +87,15 @@ class Score:
         return self.accuracy + 0.5 * (100 / self.count) / (1 + max(loss, 0.0))
 
 
+def total(scores: Iterable[Score]) -> Score:
+    """One score of several sets, which are not empty together."""
+    first, *others = scores
+    return sum(others, first)
+
+
 @dataclass(frozen=True)
 class Curve:
-    """Scores along alpha for one setting."""
+    """Scores along alpha for one setting, all on the same examples."""
 
     points: dict[float, Score]
     notes: tuple[str, ...] = ()
@@ -141,7 +147,7 @@ class View:
 class Setting:
     """One thing a method can do: its knobs, and the update it makes from a view of the few-shot set.
 
-    `key` names an update that other methods make as well and that no label went into."""
+    `key` names an update that other methods make as well: its scores are measured once."""
 
     knobs: Mapping[str, float]
     make: Callable[[View], TaskVector]

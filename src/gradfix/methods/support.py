@@ -5,20 +5,21 @@ Votes and gradients add up over examples, so each example is asked once however 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, reduce
-from operator import add
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from gradfix.data import folds
 from gradfix.errors import DataError
-from gradfix.methods.search import Score, View
+from gradfix.methods.search import Score, View, total
+from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.votes.collect import collect_gradient, collect_votes
+from gradfix.votes.collect import collect, collect_gradient, collect_votes
+from gradfix.votes.distributed.parallel import InParallel
 from gradfix.votes.engines.loop import Batches
 
 if TYPE_CHECKING:
@@ -43,12 +44,22 @@ class Support:
         if self.trial.regime == "validation":
             return [self.whole]
         self._cut()
-        return [View(tuple(self._without(left)), f"fold-{left}", left) for left in range(len(self.parts))]
+        return [View(tuple(self._without(left)), self._fold(left), left) for left in range(len(self.parts))]
 
     def _without(self, left: int) -> Sequence[Example]:
         """All other folds; nobody among them knows the examples that are held out."""
         rest = [example for number, part in enumerate(self.parts) if number != left for example in part]
         return self.trial.bound.linked(rest, anew=True)
+
+    def rungs(self) -> list[list[tuple[View, str]]]:
+        """What a race is run on, a little first and the most last: views, and the part of what they hold out.
+
+        Where everything is measured there is one rung."""
+        views = self.views()
+        if self.trial.regime == "validation":
+            return [[(views[0], part)] for part in self.trial.parts(views[0].held)]
+        held = [(view, view.held) for view in views]
+        return [held] if self.trial.search.full else [rung for rung in (held[:1], held[1:2], held[2:]) if rung]
 
     def _cut(self) -> None:
         if len(self.examples) < 2:
@@ -58,7 +69,10 @@ class Support:
         cuts = folds(self.examples, min(self.trial.search.folds, len(self.examples)), self.seed)
         self.parts = [tuple(self.examples[i] for i in held) for _, held in cuts]
         for number, part in enumerate(self.parts):
-            self.trial.define(f"fold-{number}", part)
+            self.trial.define(self._fold(number), part)
+
+    def _fold(self, number: int) -> str:
+        return f"fold-{number}-of-{self.name}"
 
     def untouched(self) -> Score:
         """The target itself on what scores the choices, fold by fold; a set that cannot be cut is asked whole."""
@@ -66,7 +80,7 @@ class Support:
             held = [view.held for view in self.views()]
         except DataError:
             held = [self.whole.held]
-        return reduce(add, [self.trial.untouched(name) for name in held])
+        return total(self.trial.untouched(name) for name in held)
 
     def votes(self, view: View, rule: str = "majority") -> SignVotes:
         """Votes on a view's examples. Votes add up, so every example is asked once however many folds there are."""
@@ -104,8 +118,12 @@ class Support:
         trial, part = self.trial, self.parts[number]
         where = [str(getattr(example, "where", f"example {n}")) for n, example in enumerate(part, 1)]
         batches = Batches(trial.bound.collate, part, trial.passes.batch_size, where)
-        partial = trial.store.partial(self._key("votes", number))
-        votes = collect_votes(trial.model, trial.bound.loss, batches, engine=trial.passes.engine, checkpoint=partial)
+        group, engine = current(), trial.passes.engine
+        if group.size > 1:
+            votes = collect(InParallel(group, trial.model, trial.bound.loss, batches, engine))
+        else:
+            kept = trial.store.partial(self._key("votes", number))
+            votes = collect_votes(trial.model, trial.bound.loss, batches, engine=engine, checkpoint=kept)
         trial.bill.own += Work(forward=len(part), backward=len(part))
         return votes
 

@@ -18,7 +18,7 @@ from gradfix.align.coordinates import OUTSIDES
 from gradfix.checkpoints.write import discard
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import NotHere, Outcome
-from gradfix.methods.search import Score, View, of_the_choice
+from gradfix.methods.search import Score, View, total
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.system.modules import restored
@@ -28,7 +28,7 @@ from gradfix.training import relations
 from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
 from gradfix.training.distil import Lesson, Teaching
-from gradfix.training.finetuning import finetune, tune
+from gradfix.training.finetuning import cooling, finetune, fitting_rate, tune
 from gradfix.training.relations import Relations
 from gradfix.training.starts import COORDINATES, Start as Walked, best_start, in_coordinates, probe_of
 from gradfix.training.steps import change
@@ -38,14 +38,16 @@ from gradfix.vectors.transported import apply
 
 ONE_STEP_RATE = 1e-5
 IN_FULL: Mapping[str, Any] = {"steps": 400, "batch_size": 64, "lr": 2e-5, "micro_batch": 32}
+GENTLER = 10  # how much smaller the steps are where the first ones did harm
 Start = Callable[[View], TaskVector]
+Pace = float | Callable[[int], float]  # one rate, or that of every step
 
 
 def one_step(trial: Trial, support: Support) -> Outcome:
     """The paper's few-shot baseline: one step at 1e-5 on the whole few-shot set, nothing chosen."""
 
     def stepped(view: View) -> TaskVector:
-        return _tuned(trial, support, view, ONE_STEP_RATE, 1, batch=len(view.fit))
+        return _tuned(trial, support, view, ONE_STEP_RATE, 1, len(view.fit))
 
     update = stepped(support.whole)
     return Outcome(update, 1.0, score=scored(trial, support, stepped), chosen_by="recipe")
@@ -54,43 +56,99 @@ def one_step(trial: Trial, support: Support) -> Outcome:
 def polish(trial: Trial, support: Support, start: Start | None = None) -> Outcome:
     """Few-shot fine-tuning from the target, or from the target plus `start`; rate and steps are chosen.
 
-    AdamW; no step at all is a candidate."""
-    search, views = trial.search, support.views()
-    untouched = support.untouched() if start is None else _pooled(trial, support, start)
-    scores: dict[tuple[float, int], Score] = {(0.0, 0): untouched}
-    update, notes = None, []
-    for rate in search.rates:
-        found: dict[int, Score] = {}
+    AdamW; no step at all is a candidate. One schedule serves: its peak is found by a short run with a growing rate, and
+    the score says after which of its last stops to leave it. Where that is worse than nothing, it is walked once more with
+    smaller steps. `Search.full` tries every rate at a constant pace instead."""
+    search, last = trial.search, max(trial.search.steps)
+    paths = _Paths(trial, support, start)
+    if search.full:
+        for rate in search.rates:
+            paths.walk(rate, search.steps)
+    else:
+        peak = paths.peak()
+        for rate in (peak, peak / GENTLER):
+            paths.walk(rate, (last // 2, last * 3 // 4, last), cooled=True)
+            if paths.best != (0.0, 0):
+                break
+    return paths.outcome()
+
+
+class _Paths:
+    """Runs of few-shot fine-tuning on the views of a few-shot set, their scores, and the best place on them."""
+
+    def __init__(self, trial: Trial, support: Support, start: Start | None) -> None:
+        self.trial, self.support, self.start, self.views = trial, support, start, support.views()
+        self.nothing = support.untouched() if start is None else _pooled(trial, support, start)
+        self.scores: dict[tuple[float, int], Score] = {(0.0, 0): self.nothing}  # by rate and steps
+        self.paces: dict[float, Pace] = {}
+        self.update: TaskVector | None = None  # what the best place of a single view is away from the target
+        self.notes: list[str] = []
+
+    @property
+    def best(self) -> tuple[float, int]:
+        return max(self.scores, key=lambda knobs: self.scores[knobs].value)  # of equals the first tried
+
+    def peak(self) -> float:
+        """The rate that fits these examples, by how fast the loss on them falls."""
+        trial, search = self.trial, self.trial.search
+        with restored(trial.model):
+            if self.start is not None:
+                apply(trial.model, self.start(self.support.whole))
+            rate, work = fitting_rate(
+                trial.bound, self.support.examples, between=(min(search.rates), max(search.rates)),
+                batch=search.step_batch, seed=self.support.seed,
+            )  # fmt: skip
+        trial.bill.own += work
+        return rate
+
+    def walk(self, rate: float, stops: Sequence[int], *, cooled: bool = False) -> None:
+        """Score the stops of one run; a run whose loss is not finite is left out, and said."""
+        self.paces[rate] = cooling(rate, max(stops)) if cooled else rate
+        found: dict[int, list[Score]] = {steps: [] for steps in stops}
         try:
-            for view in views:
-                for steps, score, before in _path(trial, support, view, rate, start):
-                    found[steps] = found[steps] + score if steps in found else score
-                    if len(views) == 1 and score.value > max(known.value for known in scores.values()):
-                        update = change(trial.model, before)
-                    if len(views) == 1:
-                        scores[rate, steps] = score
+            for view in self.views:
+                for steps, score, before in self._along(view, rate, stops):
+                    found[steps].append(score)
+                    if len(self.views) == 1:
+                        if score.value > self.scores[self.best].value:
+                            self.update = change(self.trial.model, before)
+                        self.scores[rate, steps] = score
         except DataError as error:
-            notes.append(str(error))
-            continue
-        scores.update({(rate, steps): score for steps, score in found.items()})
-    rate, steps = max(scores, key=lambda knobs: scores[knobs].value)  # of equals the first tried
-    outcome = Outcome(
-        update,
-        1.0,
-        score=of_the_choice(list(scores.values())),
-        parts={"rate": rate, "steps": steps},
-        chosen_by=trial.regime,
-    )
-    if (rate, steps) == (max(search.rates), max(search.steps)):
-        notes.append("the largest rate and step count tried were best: a wider search may do better")
-    if not steps:
-        notes.append("no step scored best: fine-tuning on these examples does not help")
-        update = start(support.whole) if start is not None else None
-        outcome = replace(outcome, update=update, alpha=float(update is not None))
-    elif update is None:  # folds chose the knobs; the whole set now makes the update
-        update = _tuned(trial, support, support.whole, rate, steps, batch=search.step_batch, start=start)
-        outcome = replace(outcome, update=update)
-    return replace(outcome, notes=tuple(notes))
+            self.notes.append(str(error))
+            return
+        self.scores.update({(rate, steps): total(scores) for steps, scores in found.items()})
+
+    def outcome(self) -> Outcome:
+        """The best place, from all examples; of a single view it is at hand."""
+        (rate, steps), update, search = self.best, self.update, self.trial.search
+        notes = list(self.notes)
+        if search.full and (rate, steps) == (max(search.rates), max(search.steps)):
+            notes.append("the largest rate and step count tried were best: a wider search may do better")
+        if not steps:
+            notes.append("no step scored best: fine-tuning on these examples does not help")
+            update = self.start(self.support.whole) if self.start is not None else None
+        elif update is None:  # folds chose the knobs; the whole set now makes the update
+            batch = search.step_batch
+            update = _tuned(self.trial, self.support, self.support.whole, self.paces[rate], steps, batch, self.start)
+        return Outcome(
+            update, float(update is not None), score=self.trial.worth(list(self.scores.values())), notes=tuple(notes),
+            parts={"rate": rate, "steps": steps}, chosen_by=self.trial.regime,
+        )  # fmt: skip
+
+    def _along(self, view: View, rate: float, stops: Sequence[int]) -> Iterator[tuple[int, Score, dict[str, Tensor]]]:
+        """Steps done, the score there and the untouched weights; the model is the trained one meanwhile."""
+        trial, done = self.trial, Work()
+        with restored(trial.model) as before:
+            if self.start is not None:
+                apply(trial.model, self.start(view))
+            path = tune(
+                trial.bound, view.fit, rate=self.paces[rate], stops=stops, batch=trial.search.step_batch,
+                seed=self.support.seed,
+            )  # fmt: skip
+            for steps, work, _ in path:
+                yield steps, trial.score(view.held), before
+                done = work
+            trial.bill.own += done
 
 
 def by_recipe(trial: Trial, support: Support) -> Outcome:
@@ -220,33 +278,16 @@ def _pooled(trial: Trial, support: Support, make: Start) -> Score:
         with dialled(trial.model, make(view)) as dial:
             dial.turn(1.0)
             scores.append(trial.score(view.held))
-    return sum(scores[1:], scores[0])
-
-
-def _path(
-    trial: Trial, support: Support, view: View, rate: float, start: Start | None
-) -> Iterator[tuple[int, Score, dict[str, Tensor]]]:
-    """Steps done, the score there and the untouched weights; the model is the trained one meanwhile."""
-    search = trial.search
-    with restored(trial.model) as before:
-        if start is not None:
-            apply(trial.model, start(view))
-        done = Work()
-        for steps, work in tune(
-            trial.bound, view.fit, rate=rate, stops=search.steps, batch=search.step_batch, seed=support.seed
-        ):
-            yield steps, trial.score(view.held), before
-            done = work
-        trial.bill.own += done
+    return total(scores)
 
 
 def _tuned(
-    trial: Trial, support: Support, view: View, rate: float, steps: int, *, batch: int, start: Start | None = None
+    trial: Trial, support: Support, view: View, rate: Pace, steps: int, batch: int, start: Start | None = None
 ) -> TaskVector:
     """The update that `steps` steps make, from the untouched target."""
     with restored(trial.model) as before:
         if start is not None:
             apply(trial.model, start(view))
-        for _, work in tune(trial.bound, view.fit, rate=rate, stops=[steps], batch=batch, seed=support.seed):
+        for _, work, _ in tune(trial.bound, view.fit, rate=rate, stops=[steps], batch=batch, seed=support.seed):
             trial.bill.own += work
         return change(trial.model, before)

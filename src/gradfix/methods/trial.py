@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,20 +18,22 @@ from torch import Tensor
 
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.trio import ACROSS
-from gradfix.data import few_shot
+from gradfix.data import few_shot, in_turns
 from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.methods.choosing import choose
 from gradfix.methods.method import NotHere
-from gradfix.methods.search import Choice, Curve, Score, Search, Setting, View, of_the_choice
+from gradfix.methods.search import Choice, Score, Search, Setting, of_the_choice, total
 from gradfix.methods.support import Support
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.training.costs import Work
 from gradfix.training.starts import Old
-from gradfix.vectors.scale import Dial, dialled
 from gradfix.vectors.taskvector import TaskVector
 
 Regime = Literal["validation", "few_shot"]
 CACHE_BYTES = 2**30
+VALIDATION = "validation"
+SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the validation examples, from which a race's losers are told
 
 
 @dataclass
@@ -42,9 +44,11 @@ class Bill:
     shared: dict[str, Work] = field(default_factory=dict)
     away: float = 0.0  # seconds spent making shared products inside the unit
 
+    def alone(self, wall: float) -> Work:
+        return Work(self.own.forward, self.own.backward, self.own.steps, self.own.vectors, wall - self.away)
+
     def total(self, wall: float) -> Work:
-        own = Work(self.own.forward, self.own.backward, self.own.steps, self.own.vectors, wall - self.away)
-        return sum(self.shared.values(), own)
+        return sum(self.shared.values(), self.alone(wall))
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,11 @@ class Trial:
         self.bill = Bill()
         self._teacher: Bound | None = None
         self._old: Old | None = None
-        self.examples: dict[str, Sequence[Example]] = {"test": splits.test, "validation": splits.validation or ()}
+        self.examples: dict[str, Sequence[Example]] = {"test": splits.test, VALIDATION: splits.validation or ()}
         self._batches: dict[str, list[Batch]] = {}
-        self._shared: dict[str, tuple[Any, Work]] = {}
+        self._shared: dict[str, tuple[Any, dict[str, Work]]] = {}
         self._support: Support | None = None
+        self._parts: tuple[str, ...] | None = None
 
     @property
     def tau(self) -> TaskVector:
@@ -141,25 +146,24 @@ class Trial:
     # -- shared products -------------------------------------------------------------------------------
 
     def shared(self, key: str, make: Callable[[], Any], *, file: bool = False) -> Any:
-        """Make `key` once; whoever asks is billed for it once."""
+        """Make `key` once; whoever asks is billed once, for it and for what it was made from."""
         if key not in self._shared:
             start, before = time.perf_counter(), self.bill
             self.bill = Bill()
             try:
-                value, stored = self.store.load(key) if file else (None, None)
+                value, work = self.store.load(key) if file else (None, None)
                 if value is None:
                     value = make()
-                    spent = time.perf_counter() - start
-                    stored = self.bill.total(spent)
+                    work = self.bill.alone(time.perf_counter() - start)
                     if file:
-                        self.store.save(key, value, stored)
+                        self.store.save(key, value, work)
+                assert work is not None
+                self._shared[key] = (value, {**self.bill.shared, key: work})
             finally:
                 self.bill = before
             before.away += time.perf_counter() - start
-            assert stored is not None
-            self._shared[key] = (value, stored)
-        value, work = self._shared[key]
-        self.bill.shared[key] = work
+        value, works = self._shared[key]
+        self.bill.shared.update(works)
         return value
 
     def open_bill(self) -> None:
@@ -171,7 +175,14 @@ class Trial:
         make = self.lenders.aligned
         if make is None:
             raise UsageError(f"{method} needs the base checkpoint to align; give base=.")
-        return self.shared(f"align-{method}", lambda: self.by_module(make(method)))
+        found: TaskVector = self.shared(f"align-{method}", lambda: self._permuted(self.by_module(make(method))))
+        return found
+
+    def _permuted(self, tau: TaskVector) -> TaskVector:
+        """The vector, or the trial's own where nothing was permuted: what is known of that is known of this."""
+        own = self.own_tau
+        same = own is not None and set(own) == set(tau) and all(torch.equal(own[name], tau[name]) for name in tau)
+        return own if same and own is not None else tau
 
     def tuned_target(self) -> TaskVector | None:
         """The target's own task vector, for the references; None where nobody can know it."""
@@ -245,12 +256,27 @@ class Trial:
 
     def score(self, name: str) -> Score:
         """The model as it stands now, on one named set."""
-        return self.predictions(name)[0]
+        parts = self.parts(name)
+        return self.predictions(name)[0] if len(parts) == 1 else total(self.score(part) for part in parts)
 
     def untouched(self, name: str) -> Score:
         """The target itself on one named set; the model must not be moved when this is first asked."""
-        score: Score = self.shared(f"untouched-{name}", lambda: self.score(name))
-        return score
+        return total(self.shared(f"untouched-{part}", partial(self.score, part)) for part in self.parts(name))
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """The sets a named one is cut into, each twice the one before; labels have their shares in all of them.
+
+        Only the validation examples of a race are cut: choices on the first parts cost a fraction."""
+        together = type(self.bound).linked is not Bound.linked  # examples that are asked about as one set
+        if name != VALIDATION or self.search.full or together:
+            return (name,)
+        if self._parts is None:
+            order = in_turns(self.examples[name])
+            cuts = sorted({0, *(round(share * len(order)) for share in SHARES)})
+            self._parts = tuple(f"{name}-{number}" for number in range(len(cuts) - 1))
+            for part, first, last in zip(self._parts, cuts, cuts[1:], strict=False):
+                self.define(part, [self.examples[name][place] for place in order[first:last]])
+        return self._parts
 
     def predictions(self, name: str) -> tuple[Score, list[int]]:
         with left_as_it_was(self.model), torch.no_grad():
@@ -269,77 +295,11 @@ class Trial:
         """The best setting and alpha by the score of this trial's regime.
 
         With `alphas` only those (and 0) are tried, without widening."""
-        if alphas is not None:
-            if len(settings) > 1:
-                raise UsageError("fixed alphas are for methods with one setting.")
-            curve = self._curve(support, settings[0], alphas)
-            return Choice(settings[0], curve.best, curve, curve.notes, of_the_choice(curve.scores()))
-        chosen, known, tried = settings[0], None, list[Score]()
-        if len(settings) > 1:
-            probes = [self._curve(support, one, self.search.probes) for one in settings]
-            best = max(range(len(settings)), key=lambda i: (probes[i].score.value, -i))
-            chosen, known = settings[best], probes[best].points
-            tried = [score for n, probe in enumerate(probes) if n != best for score in probe.scores()]
-        curve = self._curve(support, chosen, self.search.alphas, self.search.wider, known)
-        return Choice(chosen, curve.best, curve, curve.notes, of_the_choice([*curve.scores(), *tried]))
+        return choose(self, support, settings, alphas)
 
-    def _curve(
-        self,
-        support: Support,
-        setting: Setting,
-        grid: Sequence[float],
-        wider: Sequence[float] = (),
-        known: Mapping[float, Score] | None = None,
-    ) -> Curve:
-        """Scores on the grid, then one wider alpha after the other while the best is not left behind."""
-        views = support.views()
-        points = {0.0: support.untouched(), **(known or {})}
-        edge = max(grid)
-        rungs = [sorted(grid), *([alpha] for alpha in sorted(wider) if alpha > edge)]
-        for before, rung in zip([None, *rungs], rungs, strict=False):
-            if before is not None and Curve(points).best < before[-1]:
-                break
-            missing = [alpha for alpha in rung if alpha not in points]
-            parts = [self._along(support, view, setting, missing, points) for view in views if missing]
-            for alpha in missing:
-                if all(alpha in part for part in parts):
-                    points[alpha] = sum((part[alpha] for part in parts[1:]), parts[0][alpha])
-        return Curve(points, _curve_notes(Curve(points), edge if wider else None))
-
-    def _along(
-        self, support: Support, view: View, setting: Setting, alphas: Sequence[float], known: Mapping[float, Score]
-    ) -> dict[float, Score]:
-        """One view's scores; with patience and a single view, a falling curve is not followed to its end."""
-        out: dict[float, Score] = {}
-        patience = self.search.patience if view.left_out is None else None
-        falling = 0
-        with ExitStack() as stack:
-            dials: list[Dial] = []
-
-            def measure(alpha: float) -> Score:
-                if not dials:
-                    dials.append(stack.enter_context(dialled(self.model, setting.make(view))))
-                dials[0].turn(alpha)
-                self.bill.own += Work(vectors=1)
-                return self.score(view.held)
-
-            for alpha in alphas:
-                out[alpha] = self._known_score(support, view, setting, alpha, measure)
-                top = max(score.accuracy for score in (*known.values(), *out.values()))
-                falling = falling + 1 if out[alpha].accuracy < top - 2 else 0
-                if patience is not None and falling >= patience:
-                    break
-        return out
-
-    def _known_score(
-        self, support: Support, view: View, setting: Setting, alpha: float, measure: Callable[[float], Score]
-    ) -> Score:
-        """Settings that several methods share are measured once, and billed to each."""
-        if setting.key is None:
-            return measure(alpha)
-        fold = "" if view.held == "validation" else f"-{support.name}"
-        score: Score = self.shared(f"score-{setting.key}{fold}-{view.held}-{alpha}", lambda: measure(alpha))
-        return score
+    def worth(self, scores: Sequence[Score]) -> Score:
+        """What choosing among these was worth; folds that chose do not judge their own choice."""
+        return of_the_choice(scores) if self.regime == "few_shot" else max(scores, key=lambda score: score.value)
 
 
 def left_alone(tau: Mapping[str, Tensor], still: Collection[str]) -> list[str]:
@@ -351,20 +311,6 @@ def left_alone(tau: Mapping[str, Tensor], still: Collection[str]) -> list[str]:
     if not any(bool(tensor.any()) for name, tensor in tau.items() if name not in still):
         raise UnsafeResult(f"{what}, and it changed no others: for this task there is nothing to transport.")
     return [f"{what}: the frozen head was made with them, and they stay as the target has them"]
-
-
-def _curve_notes(curve: Curve, edge: float | None) -> tuple[str, ...]:
-    best = curve.best
-    if curve.score.loss != curve.score.loss:
-        raise UnsafeResult("no alpha gives a finite loss; the update or the model is not finite.")
-    notes = []
-    if edge is not None and best >= edge and max(curve.points) > edge:
-        notes.append(f"the best alpha lay at the edge {edge:g}, so the grid was widened to {max(curve.points):g}")
-    if best == max(curve.points):
-        notes.append(f"the best alpha {best:g} is the largest one tried: a wider grid may do better")
-    if best == 0:
-        notes.append("alpha 0 scored best: do not transport")
-    return tuple(notes)
 
 
 class Store:

@@ -17,6 +17,7 @@ from gradfix.checkpoints.hashes import hash_file, holds
 from gradfix.checkpoints.write import discard, write_text
 from gradfix.errors import CorruptInput, GradfixError, OutputError
 from gradfix.methods.trial import Store
+from gradfix.system.processes import current
 from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
@@ -48,6 +49,9 @@ class Folder(Store):
         raise CorruptInput(f"{path} is damaged or no finished unit of work; remove it and run again.")
 
     def write_unit(self, key: Mapping[str, Any], unit: Mapping[str, Any]) -> None:
+        """Of processes that share the work the first one writes; the others have the same."""
+        if not current().leads:
+            return
         text = json.dumps({"key": dict(key), "unit": dict(unit), "hash": digest(unit)}, allow_nan=False)
         write_text(self._unit_path(key), text + "\n")
 
@@ -67,6 +71,8 @@ class Folder(Store):
         return value, work
 
     def save(self, key: str, value: Any, work: Work) -> None:
+        if not current().leads:
+            return
         path = self._product_path(key)
         value.save(path)
         billed = {"work": asdict(work), "content": hash_file(path)}

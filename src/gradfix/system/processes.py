@@ -12,11 +12,14 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from multiprocessing.connection import Connection, wait
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gradfix import errors
 from gradfix.errors import GradfixError
@@ -27,6 +30,8 @@ GRACE_SECONDS = 5.0
 KILL_SECONDS = 0.2  # until the death of a killed process is known
 
 Step = Callable[[int], None]
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class LostProcess(GradfixError, RuntimeError):
@@ -59,11 +64,42 @@ class Group:
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the order of the ranks, on every process."""
+        if self.size == 1:
+            return [value]
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
+
+    def pieces(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """The items cut into one consecutive piece for every process, where there are enough of them."""
+        cuts = [len(items) * rank // self.size for rank in range(self.size + 1)]
+        return [items[first:last] for first, last in pairwise(cuts) if last > first]
+
+    def each(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """The work done on every item, each by one of the processes, on all of them and in the items' order."""
+        own = [(place, work(item)) for place, item in enumerate(items) if place % self.size == self.rank]
+        return [found for _, found in sorted(chain(*self.gather(own)), key=itemgetter(0))]
+
+
+ALONE = Group(0, 1, 0)
+_SHARED: ContextVar[Group] = ContextVar("group", default=ALONE)
+
+
+def current() -> Group:
+    """The processes that share what is scored and trained here; a group of one unless `sharing` says otherwise."""
+    return _SHARED.get()
+
+
+@contextlib.contextmanager
+def sharing(group: Group) -> Iterator[None]:
+    """Share scores, votes and steps with the group. All its processes must do the same things in the same order."""
+    token = _SHARED.set(group)
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
 
 
 def launched() -> bool:

@@ -22,6 +22,7 @@ from gradfix.checkpoints.open import raw_bytes
 from gradfix.data.rows import where
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
+from gradfix.system.processes import current
 
 Example = Mapping[str, Any]  # the columns of one row: "text" or "image", ..., and "label" as a string
 Batch = dict[str, Tensor]
@@ -74,13 +75,17 @@ class Bound(ABC):
 
     def mark(self, model: nn.Module, batches: Iterable[Batch]) -> Marks:
         """The score of a whole set, without gradients; override it where examples are no questions of their own."""
-        loss, answers, hits = 0.0, list[int](), list[bool]()
-        for batch in batches:
+
+        def judge(batch: Batch) -> tuple[list[bool], float, list[int]]:
             guesses, losses = self.judge(model, batch)
-            hits += (guesses == batch["labels"]).tolist()
-            loss += float(losses.double().sum())
-            answers += guesses.tolist()
-        return Marks(sum(hits), loss, len(answers), answers, hits)
+            return (guesses == batch["labels"]).tolist(), float(losses.double().sum()), guesses.tolist()
+
+        found = current().each(
+            judge, batches
+        )  # processes that share the work each take some; the sums are those of one
+        hits = [hit for some, _, _ in found for hit in some]
+        answers = [answer for _, _, some in found for answer in some]
+        return Marks(sum(hits), sum(loss for _, loss, _ in found), len(answers), answers, hits)
 
     def training_loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
         """One loss per example of a training step; override it where the examples of a step serve each other."""

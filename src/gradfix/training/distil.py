@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.training.steps import Training, draws, trainable_weights
@@ -131,8 +134,8 @@ def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
     if "attention_mask" in batch:
         order = batch["attention_mask"].flatten(1).sum(1).argsort().cpu()
     with left_as_it_was(bound.model):
-        parts = [bound.logits(bound.model, take(batch, rows)).float() for rows in order.split(size)]
-    found = torch.cat(parts)
+        ask = current().each(lambda rows: bound.logits(bound.model, take(batch, rows)).float(), order.split(size))
+    found = torch.cat(ask)
     return found[order.argsort().to(found.device)]
 
 
@@ -172,8 +175,32 @@ def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, te
         for step in range(teaching.steps):
             told = lesson.take(torch.tensor(next(asked))) if len(lesson) else None
             seen = take(labelled, torch.tensor(next(known))) if labelled is not None else None
-            training.step(step, [_loss(bound, seen, told, weight, teaching.temperature)])
+            training.step(step, _losses(bound, seen, told, weight, teaching.temperature))
     return teaching.steps * sum(shares)
+
+
+def _losses(
+    bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float
+) -> list[Callable[[], Tensor]]:
+    """The loss of one step, in as many parts as there are processes that share it."""
+    group = current()
+    if group.size == 1:
+        return [lambda: _loss(bound, seen, told, weight, temperature)]
+
+    def part(known: Sequence[int], asked: Sequence[int]) -> Tensor:
+        loss: Tensor | float = 0.0
+        if len(known) and seen is not None:
+            loss = weight * bound.loss(bound.model, dict(take(seen, torch.tensor(known)))).sum() / len(seen["labels"])
+        if len(asked) and told is not None:
+            piece = told.take(torch.tensor(asked))
+            found = bound.logits(bound.model, dict(piece.inputs))
+            loss = loss + divergence(found, piece.answers.to(found), temperature).sum() / len(told)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    rows = [range(0 if seen is None else len(seen["labels"])), range(0 if told is None else len(told))]
+    known, asked = (group.pieces(some) for some in rows)
+    return [partial(part, one, other) for one, other in zip_longest(known, asked, fillvalue=range(0))]
 
 
 def _loss(bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float) -> Tensor:

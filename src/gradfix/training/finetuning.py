@@ -5,12 +5,14 @@ ends in the same bits."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights, warmed
@@ -30,6 +33,9 @@ from gradfix.votes.resume import weights_key
 SAVE_EVERY_SECONDS = 30.0
 PIECE = 128  # samples of a few-shot step that go through the model together
 SAVE_SHARE = 0.05  # saving a large model takes a while: at most this much of the time
+RAMP = 16  # steps that look for a rate
+PAST = 10  # how far beyond the largest rate they look
+SHARE = 1 / 16  # of the rate at which the loss was lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +101,7 @@ def finetune(
             run.step(step, rows)
             if progress is not None:
                 progress(1)
-            if checkpoint is not None and time.monotonic() - last_save >= pause:
+            if checkpoint is not None and current().leads and time.monotonic() - last_save >= pause:
                 begin = time.monotonic()
                 run.save(checkpoint, step + 1)
                 last_save = time.monotonic()
@@ -117,13 +123,16 @@ class _Run:
         self.training = Training(parameters, recipe.rate, _diverged, weight_decay=recipe.weight_decay, masters=True)
 
     def step(self, step: int, rows: Sequence[int]) -> None:
-        with _dropout_of(self.recipe.seed, step, self.training.parameters):
-            self.training.step(step, self._losses(rows))
+        self.training.step(step, self._losses(step, rows))
 
-    def _losses(self, rows: Sequence[int]) -> Iterator[Tensor]:
-        for first in range(0, len(rows), self.micro_batch):
-            part = [self.examples[row] for row in rows[first : first + self.micro_batch]]
-            yield self.bound.training_loss(self.bound.model, part).sum() / len(rows)
+    def _losses(self, step: int, rows: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
+        parts = [rows[first : first + self.micro_batch] for first in range(0, len(rows), self.micro_batch)]
+        for number, part in enumerate(parts if len(parts) > 1 else current().pieces(rows)):
+            yield partial(self._loss, f"{self.recipe.seed}:{step}" + f":{number}" * (number > 0), part, len(rows))
+
+    def _loss(self, draw: str, part: Sequence[int], count: int) -> Tensor:
+        with _dropout_of(draw, self.training.parameters):
+            return self.bound.training_loss(self.bound.model, [self.examples[row] for row in part]).sum() / count
 
     def _key(self) -> str:
         """Names the run: recipe, what is asked of the model, examples in order, all weights and buffers.
@@ -160,27 +169,65 @@ def _diverged(step: int, loss: float) -> UnsafeResult:
 
 
 def tune(
-    bound: Bound, examples: Sequence[Example], *, rate: float, stops: Sequence[int], batch: int, seed: int
-) -> Iterator[tuple[int, Work]]:
-    """Few-shot fine-tuning at a constant rate; yields (steps done, work so far) at each stop, the model as it is then.
+    bound: Bound,
+    examples: Sequence[Example],
+    *,
+    rate: float | Callable[[int], float],
+    stops: Sequence[int],
+    batch: int,
+    seed: int,
+) -> Iterator[tuple[int, Work, float]]:
+    """Few-shot fine-tuning; yields (steps done, work so far, the last batch's loss) at each stop, the model as it is then.
 
-    One run serves all step counts. Dropout stays off: with a few dozen examples it adds more noise than it removes,
-    and a path must be repeatable."""
+    `rate` is constant or told the step's number, counted from 0. Dropout stays off: with a few dozen examples it adds
+    more noise than it removes, and a path must be repeatable."""
+    rates: Callable[[int], float] = rate if callable(rate) else lambda step: rate
 
     def diverged(step: int, _: float) -> DataError:
-        return DataError(f"few-shot fine-tuning at rate {rate:g} diverged in step {step + 1}.")
+        return DataError(f"few-shot fine-tuning at rate {rates(step):g} diverged in step {step + 1}.")
 
-    training = Training(trainable_weights(bound), lambda step: rate, diverged)
-    order = draws(len(examples), min(batch, len(examples)), seed)
+    training = Training(trainable_weights(bound), rates, diverged)
+    order, pieces = draws(len(examples), min(batch, len(examples)), seed), current().pieces
+
+    def share(part: Sequence[int], count: int) -> Tensor:
+        loss = bound.training_loss(bound.model, [examples[row] for row in part]).mean()
+        return loss * (len(part) / count)
+
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):
         with left_as_it_was(bound.model), torch.enable_grad():
-            parts = [rows[first : first + PIECE] for first in range(0, len(rows), PIECE)]
-            losses = (bound.training_loss(bound.model, [examples[row] for row in part]).mean() for part in parts)
-            training.step(step, (loss * (len(part) / len(rows)) for loss, part in zip(losses, parts, strict=True)))
+            parts = [part for first in range(0, len(rows), PIECE) for part in pieces(rows[first : first + PIECE])]
+            loss = training.step(step, [partial(share, part, len(rows)) for part in parts])
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:
-            yield step + 1, work
+            yield step + 1, work, loss
+
+
+def fitting_rate(
+    bound: Bound, examples: Sequence[Example], *, between: tuple[float, float], batch: int, seed: int
+) -> tuple[float, Work]:
+    """The peak rate for a few dozen steps, found in one short run whose rate grows until the loss no longer falls.
+
+    A small share of the rate at which it was lowest: one that just helps for a step is too much for many. The model is
+    trained meanwhile; the caller puts it back."""
+    low, high = between[0], between[1] * PAST
+    path = tune(
+        bound, examples, rate=lambda step: low * (high / low) ** (step / (RAMP - 1)), stops=range(1, RAMP + 1),
+        batch=batch, seed=seed,
+    )  # fmt: skip
+    done, smooth, lowest, found = Work(), math.inf, math.inf, low
+    with contextlib.suppress(DataError):  # a loss that is not finite ends the run, and says enough
+        for step, work, loss in path:
+            done, smooth = work, loss if smooth == math.inf else (smooth + loss) / 2
+            if smooth < lowest:
+                lowest, found = smooth, low * (high / low) ** ((step - 1) / (RAMP - 1))
+    return min(max(found * SHARE, between[0]), between[1]), done
+
+
+def cooling(peak: float, steps: int) -> Callable[[int], float]:
+    """The rate of each step: a tenth to warm up, then half a cosine to nothing."""
+    warm = max(1, steps // 10)
+    return lambda step: warmed(step, peak, steps, warm)
 
 
 @contextmanager
@@ -212,9 +259,9 @@ def _training(bound: Bound, names: Sequence[str] | None) -> Iterator[dict[str, n
 
 
 @contextmanager
-def _dropout_of(seed: int, step: int, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Dropout drawn from (seed, step) alone, so that a resumed step draws the same; global state untouched."""
+def _dropout_of(draw: str, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Dropout drawn from a word alone, so that a resumed step draws the same; global state untouched."""
     devices = sorted({p.device.index or 0 for p in parameters.values() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7], "big"))
+        torch.manual_seed(int.from_bytes(hashlib.sha256(draw.encode()).digest()[:7], "big"))
         yield

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradfix.errors import GradfixError
 from gradfix.registry import Registry
+from gradfix.system.processes import current
 from gradfix.tasks.base import Bound
 from gradfix.vectors.taskvector import TaskVector
 
@@ -78,14 +81,26 @@ class Training:
         }
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), weight_decay=weight_decay, betas=betas)
 
-    def step(self, number: int, losses: Iterable[Tensor]) -> None:
-        """One step down the sum of the losses, each sent backward before the next is asked for."""
-        for loss in losses:
-            if not torch.isfinite(loss):
-                raise self.diverged(number, float(loss.detach()))
-            loss.backward()
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(number)
+    def step(self, number: int, losses: Iterable[Tensor | Callable[[], Tensor]]) -> float:
+        """One step down the sum of the losses, each made and sent backward before the next; returns that sum.
+
+        Processes that share the work each take some of the losses, and add up their gradients: a loss that is yet to be
+        made is made by one of them alone."""
+        group, values = current(), []
+        for place, loss in enumerate(losses):
+            if place % group.size == group.rank:
+                made = loss() if callable(loss) else loss
+                values.append(float(made.detach()))
+                if not math.isfinite(values[-1]):
+                    break
+                made.backward()
+        whole = sum(chain(*group.gather(values)))
+        if not math.isfinite(whole):
+            raise self.diverged(number, whole)
+        if group.size > 1:
+            add_up_gradients(self.parameters)
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = self.rate(number)
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is not parameter and parameter.grad is not None:
@@ -94,6 +109,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._publish()
+        return whole
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -123,6 +139,18 @@ class Training:
                 moments.setdefault(places[name], {})[kind] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self._publish()
+
+
+def add_up_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Every process gets the sum; a weight that no process has a gradient for keeps none."""
+    weights = list(parameters.values())
+    device = weights[0].device
+    known = torch.tensor([p.grad is not None for p in weights], dtype=torch.int32, device=device)
+    dist.all_reduce(known, dist.ReduceOp.MAX)
+    for parameter, somewhere in zip(weights, known.tolist(), strict=True):
+        if somewhere:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
 
 
 def trainable_weights(bound: Bound) -> dict[str, nn.Parameter]:

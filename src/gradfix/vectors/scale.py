@@ -67,48 +67,84 @@ def dialled(model: nn.Module, update: Mapping[str, Tensor]) -> Iterator[Dial]:
         dial.turn(0.0)
 
 
+def walk(
+    grid: Sequence[float], wider: Sequence[float], measure: Callable[[float], float], *, rounds: int | None = None
+) -> dict[float, float]:
+    """Values of the alphas that a climb to the best one passes; 0 is measured first.
+
+    Alphas of the grid that are a factor of two apart come next, then wider ones while the largest is best. Each of
+    the `rounds` (None: as many as there are) looks at the middle of the gaps beside the best so far."""
+    found = {0.0: measure(0.0)}
+    for alpha in _doubling(sorted(grid, reverse=True))[::-1]:
+        found[alpha] = measure(alpha)
+    for alpha in _doubling([max(grid), *sorted(one for one in wider if one > max(grid))])[1:]:
+        if highest(found.items()) != max(found):
+            break
+        found[alpha] = measure(alpha)
+    ladder = sorted({0.0, *grid, *(alpha for alpha in wider if alpha <= max(found))})
+    while rounds is None or rounds > 0:
+        gaps = _gaps(ladder, found)
+        if not gaps:
+            break
+        for gap in gaps:
+            middle = gap[len(gap) // 2]
+            found[middle] = measure(middle)
+        rounds = None if rounds is None else rounds - 1
+    return dict(sorted(found.items()))
+
+
+def _doubling(alphas: Sequence[float]) -> list[float]:
+    """Those of the sorted alphas that are at least a factor of two from the one taken before."""
+    taken: list[float] = []
+    for alpha in alphas:
+        if not taken or max(alpha, taken[-1]) >= 2 * min(alpha, taken[-1]):
+            taken.append(alpha)
+    return taken
+
+
+def _gaps(ladder: Sequence[float], found: Mapping[float, float]) -> list[list[float]]:
+    """What lies unmeasured between the best alpha and its measured neighbours."""
+    best = highest(found.items())
+    below, above = (alpha for alpha in found if alpha < best), (alpha for alpha in found if alpha > best)
+    low, high = max(below, default=best), min(above, default=best)
+    sides = ([a for a in ladder if low < a < best], [a for a in ladder if best < a < high])
+    return [side for side in sides if side]
+
+
 def search_scale(
     model: nn.Module,
     update: Mapping[str, Tensor],
     score: Callable[[nn.Module], float],
     grid: Sequence[float] | None = None,
 ) -> ScaleCurve:
-    """Try every alpha of the grid (and 0) and keep the best; the model comes back bit-identical.
+    """Find the best alpha (0 among them); the model comes back bit-identical.
 
-    `score(model)` is a float, higher is better. Without a grid: 0.1 to 1.0, widened up to 8 while the best
-    lies at the edge. A given grid is taken as it is, and the curve notes when its edge was best."""
-    widen = grid is None
+    `score(model)` is a float, higher is better. Without a grid the best of 0.1 to 1.0, and up to 8 while the best
+    lies at the edge, is walked to, which takes about eight scores; it is the best of all where the curve has one hill. Every
+    alpha of a given grid is tried, and the curve notes when its edge was best."""
     alphas = sorted({0.0, *(float(alpha) for alpha in (PAPER_GRID if grid is None else grid))})
     if any(alpha < 0 for alpha in alphas) or len(alphas) < 2:
         raise UsageError("the alpha grid needs at least one positive number and no negative ones.")
-    points: list[tuple[float, float]] = []
 
     with dialled(model, update) as dial:
 
-        def measure(alpha: float) -> None:
+        def measure(alpha: float) -> float:
             dial.turn(alpha)
             value = float(score(model))
-            points.append((alpha, float("-inf") if math.isnan(value) else value))
+            return float("-inf") if math.isnan(value) else value
 
-        for alpha in alphas:
-            measure(alpha)
-        widened = False
-        if widen:
-            for alpha in WIDEN_BY:
-                if _best(points) != points[-1][0]:
-                    break
-                measure(alpha)
-                widened = True
-    best = _best(points)
-    if dict(points)[best] == float("-inf"):
+        found = walk(PAPER_GRID, WIDEN_BY, measure) if grid is None else {alpha: measure(alpha) for alpha in alphas}
+    best, widened = highest(found.items()), max(found) > alphas[-1]
+    if found[best] == float("-inf"):
         raise UnsafeResult("no alpha gives a finite score; the update or the model is not finite.")
+    points = list(found.items())
     return ScaleCurve(best, points, widened, _notes(points, widened))
 
 
 def _notes(points: Sequence[tuple[float, float]], widened: bool) -> tuple[str, ...]:
     """What a reader of this curve should know."""
     notes: list[str] = []
-    best, largest = _best(points), points[-1][0]
+    best, largest = highest(points), points[-1][0]
     if widened:
         notes.append(f"the best alpha lay at the edge of 0.1..1, so the grid was widened to {largest:g}")
     if best == largest and best > 0:
@@ -118,5 +154,6 @@ def _notes(points: Sequence[tuple[float, float]], widened: bool) -> tuple[str, .
     return tuple(notes)
 
 
-def _best(points: Iterable[tuple[float, float]]) -> float:
+def highest(points: Iterable[tuple[float, float]]) -> float:
+    """The smallest of the alphas that score best."""
     return max(points, key=lambda point: (point[1], -point[0]))[0]

@@ -1,0 +1,165 @@
+"""Processes that share scores, votes and steps choose and train what one process does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from arenas import setting
+from gradfix.commands.compare import run_compare
+from gradfix.commands.configs import CompareConfig, EvaluateConfig, FinetuneConfig, TransportConfig
+from gradfix.commands.evaluate import run_evaluate
+from gradfix.commands.finetune import run_finetune
+from gradfix.commands.transport import run_transport
+from gradfix.methods.comparison import compare
+from gradfix.methods.search import Search
+from gradfix.system.processes import Group, current, in_processes, joined, sharing
+from gradfix.training import finetuning
+from tiny import save_tiny, toy_texts, write_rows
+
+METHODS = ("naive", "gradfix", "veto", "few_shot", "best")
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # of weights after training: sums of gradients in another order
+
+
+def in_a_group(job: tuple[Callable[[Any], Any], Any]) -> Any:
+    work, argument = job
+    with joined() as group, sharing(group):
+        return work(argument)
+
+
+def compared(regime: str) -> list[dict[str, Any]]:
+    given = setting()
+    search = Search(steps=(2, 4), rates=(1e-3, 1e-2), folds=2)
+    results = compare(**given, methods=METHODS, shots=(4,), validation=regime, search=search, batch_size=8)
+    return results.rows
+
+
+def close(one: Any, other: Any, rel: float = 1e-3) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return one == pytest.approx(other, rel=rel, abs=1e-6)
+    return one == other
+
+
+@pytest.mark.parametrize(("count", "regime"), [(2, "none"), (4, "auto")])
+def test_a_comparison_has_the_rows_of_one_process(count, regime):
+    one = compared(regime)
+    many = in_processes(in_a_group, (compared, regime), count)
+    exact = ("method", "alpha", "margin", "accuracy", "validation_accuracy", "steps", "samples", "flops", "kept")
+    assert len(one) == len(many)
+    for mine, theirs in zip(one, many, strict=True):
+        assert {name: mine.get(name) for name in exact} == {name: theirs.get(name) for name in exact}
+        assert all(close(mine[name], theirs[name]) for name in mine if name != "seconds")
+
+
+def test_pieces_and_turns_cover_everything_once():
+    for size in (1, 2, 3, 5):
+        group = Group(0, size, 0)
+        assert [item for piece in group.pieces(range(4)) for item in piece] == [0, 1, 2, 3]
+        assert all(group.pieces(range(4)))
+    assert current().each(str, [3, 1, 2]) == ["3", "1", "2"]
+
+
+def by_commands(home: Path) -> dict[str, Any]:
+    """Fine-tune, score, compare and transport as the commands do, in the processes there are."""
+    out = home / f"of-{current().size}"
+    shared: dict[str, Any] = {"data": str(home / "data"), "task": "zero-shot", "batch_size": 4, "device": "cpu"}
+    tuned = FinetuneConfig(
+        model=str(home / "base"), out=str(out / "tuned"), steps=6, train_batch=8, lr=1e-3, overwrite=True, **shared
+    )
+    trio: dict[str, Any] = {"base": str(home / "base"), "tuned": str(home / "tuned"), "target": str(home / "target")}
+    moved = TransportConfig(**trio, out=str(out / "best"), shots=4, method="best", force=True, **shared)
+    masked = TransportConfig(**trio, out=str(out / "mask"), shots=4, mask="agree", force=True, **shared)
+    many = CompareConfig(**trio, shots=(4,), methods=("gradfix", "few_shot"), work=str(out / "work"), **shared)
+    plain = [getattr(run, "__wrapped__", run) for run in (run_finetune, run_evaluate, run_transport, run_compare)]
+    fine_tune, evaluate, transport, compare_all = plain
+    found = {"finetune": fine_tune(tuned)["test"]}
+    found["evaluate"] = evaluate(EvaluateConfig(model=str(home / "base"), **shared))["accuracy"]
+    found["best"] = transport(moved).test_after
+    chosen = transport(masked)
+    found["mask"] = (chosen.alpha, chosen.curve, chosen.test_after)
+    found["compare"] = [(r["method"], r["alpha"], r["accuracy"]) for r in compare_all(many).rows]
+    return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    for split, count, seed in (("train", 24, 1), ("validation", 12, 2), ("test", 10, 3)):
+        write_rows(folder / "data", split, toy_texts(count, seed))
+    prompts = {"negative": "a bad poor film", "positive": "a good fine film"}
+    (folder / "data" / "task.json").write_text(json.dumps({"labels": prompts}))
+    save_tiny("bert", folder / "base", 1)
+    save_tiny("bert", folder / "target", 2)
+    run_finetune(
+        FinetuneConfig(
+            model=str(folder / "base"), out=str(folder / "tuned"), data=str(folder / "data"), task="zero-shot",
+            steps=4, train_batch=8, lr=1e-3, device="cpu",
+        )
+    )  # fmt: skip
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_commands_write_and_say_what_one_process_does(home):
+    one = by_commands(home)
+    two = in_processes(in_a_group, (by_commands, home), 2)
+    assert two["mask"][0] == one["mask"][0] and two["evaluate"] == one["evaluate"]
+    assert two["compare"] == one["compare"]
+    for name in ("finetune", "best"):
+        assert two[name]["accuracy"] == one[name]["accuracy"]
+        assert two[name]["loss"] == pytest.approx(one[name]["loss"], rel=1e-4)
+    for made in ("tuned", "best", "mask"):
+        mine, theirs = (weights_of(home / f"of-{count}" / made) for count in (1, 2))
+        for name, tensor in mine.items():
+            if "key.bias" not in name:  # its gradient is zero but for rounding, and AdamW makes steps of that
+                torch.testing.assert_close(theirs[name], tensor, **TOLERANCE)
+    units = [sorted(path.name for path in (home / f"of-{count}" / "work" / "units").iterdir()) for count in (1, 2)]
+    assert units[0] == units[1]
+
+
+class Stop(Exception):
+    """In place of a kill."""
+
+
+def interrupted(job: tuple[Path, int | None]) -> None:
+    """Fine-tune with a state beside it; leave behind so many steps."""
+    state, leave = job
+    given, steps = setting(), 0
+
+    def progress(amount: int) -> None:
+        nonlocal steps
+        steps += amount
+        if steps == leave:
+            raise Stop
+
+    finetuning.SAVE_EVERY_SECONDS, finetuning.SAVE_SHARE = 0.0, 1e9  # after every step
+    try:
+        finetuning.finetune(
+            given["target"], given["data"].splits["train"], steps=6, batch_size=12, lr=1e-2, progress=progress,
+            checkpoint=state,
+        )  # fmt: skip
+    except Stop:
+        return
+    if current().leads:
+        torch.save(given["target"].model.state_dict(), state.with_suffix(".pt"))
+
+
+def test_a_fine_tune_goes_on_with_another_number_of_processes(tmp_path, monkeypatch):
+    for name in ("SAVE_EVERY_SECONDS", "SAVE_SHARE"):
+        monkeypatch.setattr(finetuning, name, getattr(finetuning, name))
+    interrupted((tmp_path / "whole", None))
+    in_processes(in_a_group, (interrupted, (tmp_path / "cut", 3)), 2)
+    assert (tmp_path / "cut").is_file()
+    interrupted((tmp_path / "cut", None))
+    whole, cut = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "cut"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(cut[name], tensor, **TOLERANCE)
