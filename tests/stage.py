@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.cli import run
-from tests.tiny import save_tiny, toy_images, toy_texts, toy_topics, write_rows
+from tests.tiny import rewrite_tokenizer, save_tiny, toy_images, toy_texts, toy_topics, write_rows
 
 SPLITS = (("train", 48, 1), ("validation", 12, 2), ("test", 12, 3))
 Build = Callable[[Path], None]
@@ -194,6 +194,23 @@ def _llm(home: Path) -> None:
 
 @_setup("lora")
 def _lora(home: Path) -> None:
+    base, _ = _pair("llama", home, "llm")
+    _adapter(base, home / "llm-old-lora", _chats(home / "tickets"))
+
+
+@_setup("families")
+def _families(home: Path) -> None:
+    """A LoRA of one family, and a base of another with its own tokenizer."""
+    base, other = save_tiny("llama", home / "llm-old", seed=0), save_tiny("gpt2", home / "other-base", seed=1)
+    rewrite_tokenizer(other)
+    for split, count, seed in SPLITS:
+        rows = [{"prompt": row["text"], "completion": f"{row['label']} film"} for row in toy_texts(count, seed)]
+        write_rows(home / "reports", split, rows)
+    (home / "prompts.jsonl").write_text("".join(json.dumps({"prompt": r["text"]}) + "\n" for r in toy_texts(30, 8)))
+    _adapter(base, home / "reports-lora", home / "reports")
+
+
+def _adapter(base: Path, out: Path, data: Path) -> None:
     """A real adapter, trained for a few steps so that it beats its base."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -202,8 +219,7 @@ def _lora(home: Path) -> None:
     from gradfix.data import load_data
     from gradfix.tasks.causal import Causal
 
-    base, _ = _pair("llama", home, "llm")
-    dataset = load_data(_chats(home / "tickets"))
+    dataset = load_data(data)
     torch.manual_seed(0)
     config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
@@ -215,4 +231,4 @@ def _lora(home: Path) -> None:
             bound.loss(model, batch).mean().backward()
             steps.step()
             steps.zero_grad()
-    model.save_pretrained(home / "llm-old-lora")
+    model.save_pretrained(out)

@@ -95,6 +95,16 @@ def save_tokenizer(folder: Path, prefix: str = "", suffix: str = "", chat: bool 
     tokenizer.save_pretrained(folder)
 
 
+def rewrite_tokenizer(folder: Path) -> None:
+    """The tokenizer of a folder with its words under other numbers, and without some of them."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    kept = [word for word in content["model"]["vocab"] if word not in ("good", "film", "positive")]
+    special, usual = kept[: len(SPECIAL)], kept[len(SPECIAL) :]
+    content["model"]["vocab"] = {word: number for number, word in enumerate([*special, *reversed(usual)])}
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
 def _named(labels: Sequence[str]) -> dict[str, Any]:
     return {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
 

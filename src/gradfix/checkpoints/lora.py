@@ -125,6 +125,17 @@ class LoraCheckpoint(Checkpoint):
         rows, columns = (second[0], wide) if "A" in shape else (wide, second[0])
         return rows, columns, rank
 
+    def changed(self) -> list[str]:
+        """The tensors that the adapter has a word in; all others are the base's own."""
+        return list(dict.fromkeys([*self._deltas, *self._biases, *self._full]))
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]] | None:
+        """Two matrices per adapted tensor whose product is its change; None where that is not all of the adapter."""
+        if self._biases or self._full:
+            return None
+        found = {name: self._factors(layer, torch.float32) for name, layer in self._deltas.items()}
+        return {name: (self._deltas[name].scaling * left, right) for name, (left, right) in found.items()}
+
     def names(self) -> list[str]:
         own = self.base.names()
         known = set(own)
@@ -201,6 +212,15 @@ def flat_product(left: Tensor, right: Tensor, first: int, count: int) -> Tensor:
     rows = (left[top:bottom] @ right).reshape(-1)
     start = first - top * columns
     return rows[start : start + count]
+
+
+def factored_norm(factors: Mapping[str, tuple[Tensor, Tensor]]) -> float:
+    """The norm of all products `left @ right` together."""
+    squares = [
+        float(((left.double().T @ left.double()) * (right.double() @ right.double().T)).sum())
+        for left, right in factors.values()
+    ]
+    return float(max(sum(squares), 0.0) ** 0.5)
 
 
 def open_adapter(folder: Path, base: Checkpoint, opener: Callable[[Path], Checkpoint]) -> LoraCheckpoint:

@@ -101,11 +101,18 @@ def _plan(config: configs.PlanConfig, out: Printer) -> None:
     from gradfix.commands.plan import run_plan
 
     result = run_plan(config)
-    out.json(result.as_json())
+    lessons = None
+    if config.train is not None:
+        from gradfix.commands.lesson_plan import lessons_of
+
+        lessons = lessons_of(config)
+    out.json(result.as_json() | ({"lessons": lessons.as_json()} if lessons is not None else {}))
     header = ("way to vote (* chosen)", "devices", "memory per device", "time", "operations")
     out.table(f"{config.target}: {result.samples} samples", header, result.rows())
     disk = {name.replace("_", " "): f"{size / 2**30:.2f} GiB" for name, size in result.disk.items()}
     out.table("disk", ("", ""), list(disk.items()))
+    if lessons is not None:
+        out.table("lessons", ("", ""), lessons.rows())
     out.notes(result.notes)
     if not result.fits:
         out.say("no way fits the memory there is: more --devices, or --dtype bf16")

@@ -21,6 +21,7 @@ from gradfix.commands.setting import (
     used_note,
     with_shots,
 )
+from gradfix.commands.telling import general_texts, speech_from
 from gradfix.data import Dataset, Row, few_shot, without_duplicates
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.methods.comparison import compare
@@ -63,6 +64,8 @@ def run_compare(
         **{name: getattr(config, name) for name in SAME},
         data=dataset,
         task=make_task(config, dataset),
+        speech=speech_from(config),
+        general=general_texts(config),
         methods=config.methods or None,
         validation=validation,
         unlabelled=unlabelled,

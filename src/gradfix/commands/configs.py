@@ -117,6 +117,18 @@ class TrioOptions:
     head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
     strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
     align: str = option("Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS")
+    train: str = option(
+        "Open answers, --method best: train a lora beside the weights, the full weights, or auto (full where it fits).",
+        "auto",
+    )
+    answer_tokens: int | None = option(
+        "Open answers: longest answer of the old fine-tune (default: by the labelled ones).", least=1
+    )
+    prompts: int = option("Open answers: how many prompts the old fine-tune is asked.", 512, least=1)
+    lessons: int = option("Open answers: optimiser steps on its answers.", 240, least=1)
+    general: str | None = option(
+        "Open answers: texts outside the task, to measure forgetting on (default: the new base writes some)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +164,9 @@ class PlanConfig:
     devices: int = option("Devices (processes) at hand.", 1)
     device_memory: float | None = option("Memory of one device in GiB; what is free here by default.")
     tflops: float | None = option("Speed of one device in this dtype; measured here by default.")
+    train: str | None = option("Open answers: also plan the lessons of --method best: lora, full or auto.")
+    rank: int | None = option("With --train lora: the rank of the adapter (16).", least=1)
+    answer_tokens: int = option("With --train: tokens of an answer.", 64, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

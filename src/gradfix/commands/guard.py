@@ -160,7 +160,7 @@ def halving_batches(
                         raise
                 forget(config)
                 config = replace(config, batch_size=config.batch_size // 2)
-                _release()
+                release()
             if config.batch_size == asked:
                 return result
             return noted(result, f"batch size {asked} ran out of memory; {config.batch_size} was used.")
@@ -205,7 +205,8 @@ def in_dict(result: dict[str, Any], note: str) -> dict[str, Any]:
     return {**result, "notes": [*result.get("notes", []), note]}
 
 
-def _release() -> None:
+def release() -> None:
+    """Give back the memory of what is no longer held."""
     import torch
 
     gc.collect()

@@ -73,6 +73,7 @@ class TransportResult:
     flops: float | None = None
     changed: dict[str, Any] = field(default_factory=dict)
     keep_index: dict[str, Any] | None = None  # what the map into the old space keeps
+    figures: dict[str, Any] | None = None  # of open answers: before, after, samples
 
     def as_json(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name not in ("report", "changed", "along")}
@@ -103,6 +104,9 @@ def page_results(wanted: Asked, result: TransportResult, shots: Shots) -> Result
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     where: dict[str, Any] = {"pair": None, "shots": shots.per_class, "seed": config.seed, "method": name}
     before, after = _rows(wanted, result, shots)
+    if result.figures is not None:
+        before |= {"gain": "loss", **result.figures["before"]}
+        after |= {"gain": "loss", **result.figures["after"]}
     kind = "Trained" if traits.stays else "Transported"
     titles = {
         FLOOR: METHODS[FLOOR].title,
@@ -126,9 +130,21 @@ def page_results(wanted: Asked, result: TransportResult, shots: Shots) -> Result
         kept=[{**where, "blocks": blocks} for blocks in _kept(wanted, result)],
         changed=[{**where, **result.changed}] if result.changed else [],
         had=had,
+        samples=_samples(where, result.figures["samples"]) if result.figures is not None else [],
         notes=list(result.notes),
         provenance=[provenance],
     )
+
+
+def _samples(where: dict[str, Any], said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As a comparison keeps them: the answers of each model apart."""
+
+    def of(method: str, key: str) -> dict[str, Any]:
+        rows = [{"prompt": row["prompt"], "reference": row["reference"], "said": row[key]} for row in said]
+        return {**where, "method": method, "rows": rows, "old_fine_tune": []}
+
+    old = [row["old_fine_tune"] for row in said if row["old_fine_tune"] is not None]
+    return [of(FLOOR, "new_base"), {**of(where["method"], "moved"), "old_fine_tune": old}]
 
 
 def _rows(wanted: Asked, result: TransportResult, shots: Shots) -> tuple[dict[str, Any], dict[str, Any]]:

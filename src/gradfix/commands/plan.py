@@ -175,7 +175,7 @@ class Rehearsal:
 
     def walk(self, samples: int) -> Pass:
         """One look at the losses, then one forward and backward pass, of so many samples at once."""
-        with _silent(), FakeTensorMode(), self.device, _with_shapes(self.model) as model:
+        with silent(), FakeTensorMode(), self.device, with_shapes(self.model) as model:
             counted = FlopCounterMode(display=False)
             looking = Allocations(model)
             with counted, looking, torch.no_grad():
@@ -293,7 +293,7 @@ def _freeze(model: nn.Module, config: Any) -> None:
 
 
 @contextmanager
-def _with_shapes(model: nn.Module) -> Iterator[nn.Module]:
+def with_shapes(model: nn.Module) -> Iterator[nn.Module]:
     """The model with tensors of the surrounding mode and device in place of its own."""
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     new: dict[int, Tensor] = {}
@@ -333,7 +333,7 @@ def _anchored(model: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """torch logs what it cannot walk through at length; the caller has its own way out."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

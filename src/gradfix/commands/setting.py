@@ -13,7 +13,8 @@ import torch
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype
-from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions, TransportConfig
+from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions, TransportConfig, given
+from gradfix.commands.guard import release
 from gradfix.data import (
     Dataset,
     Row,
@@ -29,6 +30,7 @@ from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.opening import open_tuned
 from gradfix.tasks.base import TASKS, Bound, Task
 from gradfix.tasks.scoring import mean_loss
+from gradfix.training.free_text import LORA
 
 NO_VALIDATION = "none"
 Counted = TypeVar("Counted", bound=ShotOptions | CompareConfig)
@@ -196,15 +198,26 @@ def used_note(count: int, whole: int) -> str:
     return f"using {count} of {whole} labelled examples{more}"
 
 
+def dtype_of(config: TransportConfig) -> str:
+    """A LoRA is trained beside weights in bfloat16 where there is a device for it, unless a dtype was asked for."""
+    half = config.train == LORA and "dtype" not in given(config) and device_of(config.device) != "cpu"
+    return "bf16" if half else config.dtype
+
+
 def refuse_swapped(config: TransportConfig, start: Prepared, shots: Shots, trio: Trio) -> None:
     """A fine-tune that is worse than its base on its own task was probably given the wrong way round."""
     if config.head != "error":
         return  # the base has no head of its own to be scored with
     losses = {}
-    settings = torch_dtype(config.dtype), device_of(config.device)
-    base = start.open(config.base)
-    for role, bound in (("base", base), ("tuned", open_tuned(trio, start.task, *settings))):
+    settings = torch_dtype(dtype_of(config)), device_of(config.device)
+    for role in ("base", "tuned"):  # one after the other: two models may not fit
+        if role == "tuned":
+            bound = open_tuned(trio, start.task, *settings)
+        else:
+            bound = start.task.open(config.base, dtype=settings[0], device=settings[1])
         losses[role] = mean_loss(bound.model, bound.loss, bound.batches(shots.fewshot, config.batch_size))
+        del bound
+        release()
     if losses["tuned"] > losses["base"]:
         raise IncompatibleCheckpoints(
             f"on these examples {config.tuned} (loss {losses['tuned']:.3f}) is worse than its base {config.base} "

@@ -24,7 +24,17 @@ from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart,
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import among_processes, halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import Along, TransportResult, write_page
-from gradfix.commands.setting import Prepared, Shots, device_of, draw, refuse_swapped, setting, unseen_unlabelled
+from gradfix.commands.setting import (
+    Prepared,
+    Shots,
+    device_of,
+    draw,
+    dtype_of,
+    refuse_swapped,
+    setting,
+    unseen_unlabelled,
+)
+from gradfix.commands.telling import Telling
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, GradfixError, IncompatibleCheckpoints, UsageError
@@ -40,6 +50,7 @@ from gradfix.methods.opening import (
     unmoved_on_disk,
     vector_of,
 )
+from gradfix.methods.speaking import factors_of
 from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Trial
 from gradfix.methods.workfolder import Partials
@@ -52,8 +63,8 @@ from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
+from gradfix.training.lowrank import moved_by
 from gradfix.training.oldindex import OldIndex, keep_index
-from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
 
@@ -120,7 +131,8 @@ class _Transport:
         self.wanted, self.config, self.trio = wanted, wanted.config, trio
         self.start, self.shots, self.stage = start, shots, stage
         config = self.config
-        self.bound = open_target(trio, start.task, torch_dtype(config.dtype), device_of(config.device))
+        self.bound = open_target(trio, start.task, torch_dtype(dtype_of(config)), device_of(config.device))
+        self.telling = Telling(config, self.bound, shots)
         self.names = name_map(self.bound.model, trio.target.names())
         settings = repr((config, vars(start.task), start.dataset.labels))
         self.partials = Partials(Path(config.out), settings, not config.dry_run)
@@ -149,9 +161,12 @@ class _Transport:
     def _trial(self) -> Trial:
         """One target, one vector, one few-shot set: the ground on which compare would judge the method."""
         config, shots = self.config, self.shots
-        tau = vector_of(self.trio, config.align if self.wanted.masked is None else "none")
+        speech = self.telling.speech
+        low = factors_of(self.trio, self.bound) if self.telling.by_lora and self.wanted.name == DEFAULT else None
+        tau = low or vector_of(self.trio, config.align if self.wanted.masked is None else "none")
         if not config.force:
-            check_descent(tau, self.trio.base, self.trio.tuned)
+            stored = tau if low is None else low.renamed(self.names.renamed)
+            check_descent(stored, self.trio.base, self.trio.tuned)
         unlabelled = None
         if config.unlabelled:
             unlabelled = unseen_unlabelled(config, shots.test)
@@ -159,8 +174,9 @@ class _Transport:
             self.bound, tau if self.trio.apart is None else None,
             Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
             passes=Passes(batch_size=config.batch_size, engine=config.engine),
-            store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task), judged=False,
+            store=self.partials, lenders=lenders_of(self.trio, self.bound, self.start.task, speech), judged=False,
         )  # fmt: skip
+        trial.speech = speech
         trial.define(trial.set_name(shots.per_class, config.seed), self.examples)
         return trial
 
@@ -192,7 +208,9 @@ class _Transport:
         config, alpha = self.config, outcome.alpha
         update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = None
-        if config.out_lora is not None:  # from here on, what is measured is what the adapter will do
+        if outcome.adapter is not None and config.out_lora is not None:
+            adapter = outcome.adapter
+        elif config.out_lora is not None:  # from here on, what is measured is what the adapter will do
             saved = self._heads() | self._uncalled(update)
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=saved)
             update = adapter.approximated
@@ -200,9 +218,10 @@ class _Transport:
         loss_before, (before, answers) = self._loss(), self._test(trial)
         held_out = chosen_by != "recipe"
         right = 0.0 if held_out else self._right()
-        with dialled(self.bound.model, update) as dial:
-            dial.turn(alpha)
+        self.telling.before(trial)
+        with moved_by(self.bound.model, update, alpha):
             loss_after, (after, new_answers) = self._loss(), self._test(trial)
+            self.telling.after(outcome.parts)
             vouched = held_out or self._right() > right
             kept = self._old_index(trial) if config.keep_index else None
         self.notes += refuse_broken(loss_after, alpha, config.force)
@@ -219,6 +238,7 @@ class _Transport:
             "had": self._timed("the old fine-tune on test", lambda: self._had(trial)),
             "test_before": before,
             "test_after": after,
+            **({"figures": self.telling.figures} if self.telling.figures else {}),
         }
         if kept is not None:
             measured["keep_index"] = kept.as_json()
@@ -226,7 +246,8 @@ class _Transport:
         report = None
         writes = not config.dry_run and current().leads
         if writes:
-            look = self._read_back(trial, measured, adapter is not None, kept)
+            made = adapter is not None and adapter is not outcome.adapter
+            look = self._read_back(trial, measured, made, kept)
             with sharing(ALONE):
                 report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
             self.partials.forget()
@@ -237,7 +258,7 @@ class _Transport:
             before, measured["test_after"], loss_before, measured["fewshot_loss_after"], self.seconds,
             tuple(dict.fromkeys(self.notes)), self.bound.measure, measured["had"], Along.of(outcome), self.flops,
             changed_examples(self.shots.test or (), self.bound.labels, answers, new_answers) if config.report else {},
-            measured.get("keep_index"),
+            measured.get("keep_index"), self.telling.figures,
         )  # fmt: skip
         if config.report and writes:
             write_page(self.wanted, result, self.shots)
@@ -293,7 +314,7 @@ class _Transport:
     ) -> Callable[[Path], None]:
         """What an output does besides: it adds the task's files, and where writing rounds, it is measured as written."""
         target, config = self.trio.target, self.config
-        coarser = adapter or rounds(target, config.out_dtype, torch_dtype(config.dtype))
+        coarser = adapter or rounds(target, config.out_dtype, torch_dtype(dtype_of(config)))
 
         def look(folder: Path) -> None:
             self.bound.save_extras(folder)
@@ -362,7 +383,7 @@ class _Transport:
         """What changes bits besides inputs, seed, versions and threads."""
         config = self.config
         return {
-            "batch_size": config.batch_size, "dtype": config.dtype, "engine": config.engine,
+            "batch_size": config.batch_size, "dtype": dtype_of(config), "engine": config.engine,
             "device": device_name(next(self.bound.model.parameters()).device),
         }  # fmt: skip
 

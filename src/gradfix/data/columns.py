@@ -56,6 +56,7 @@ class ColumnPlan:
     label: str | None
     template: str | None = None
     may_pair: bool = False  # nobody named a text column: a `text_pair` beside `text` belongs to it
+    answered: bool = True  # a row without a label must hold its answer itself
 
 
 def plan_columns(
@@ -67,7 +68,7 @@ def plan_columns(
     kind, inputs = _inputs(columns, asked, where)
     pair = inputs == ("text",) and asked.text_column is None
     if not labelled:
-        return ColumnPlan(kind, inputs, None, asked.text_template, pair)
+        return ColumnPlan(kind, inputs, None, asked.text_template, pair, answered=False)
     label = asked.label_column or "label"
     if label not in columns:
         # Instruction data and pairs carry their answer with them; only an asked-for label is missed.
@@ -124,10 +125,10 @@ def make_row(
     elif plan.kind == "image":
         row["image"] = _image(raw.get(plan.inputs[0]), where, home)
     elif plan.kind == "messages":
-        row["messages"] = _messages(raw.get("messages"), where, answered=plan.label is None)
+        row["messages"] = _messages(raw.get("messages"), where, answered=plan.label is None and plan.answered)
     else:
         row["prompt"] = _text(raw.get("prompt"), "prompt", where)
-        if plan.label is None:
+        if plan.label is None and plan.answered:
             row["completion"] = _text(raw.get("completion"), "completion", where)
     if plan.label is not None:
         row["label"] = label_text(raw.get(plan.label), names, where)

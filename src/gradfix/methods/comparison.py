@@ -25,14 +25,17 @@ from gradfix.methods.methods import METHODS
 from gradfix.methods.opening import Opened, Request, open_old
 from gradfix.methods.results import HAD, Results
 from gradfix.methods.search import Search
+from gradfix.methods.speaking import SpokenFigures
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Passes, Trial
 from gradfix.methods.verdicts import packed
 from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
 from gradfix.registry import unknown
 from gradfix.tasks.base import Bound, Task
+from gradfix.tasks.reading import speaks
+from gradfix.training.free_text import Speech
+from gradfix.training.lowrank import moved_by
 from gradfix.vectors.diagnostics import sign_agreement
-from gradfix.vectors.scale import dialled
 from gradfix.vectors.signvotes import SignVotes
 
 Progress = Callable[[str, int, int], None]
@@ -68,6 +71,8 @@ def compare(
     device: str = "cpu",
     engine: str = "auto",
     allow_fewer: bool = False,
+    speech: Speech | None = None,
+    general: Sequence[str] | None = None,
     pair: str | None = None,
     command: str | None = None,
     progress: Progress | None = None,
@@ -79,7 +84,7 @@ def compare(
     on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. `head`,
     `strict` and `align` are those of `transport`. The references `oracle` and `fine_tuned` take `target_tuned`; without it the
     target is fine-tuned on the train split (`finetune` holds the recipe's options, False leaves them out).
-    `progress(what, done, total)` is called before each unit and once at the end."""
+    `speech` says how open answers are learned, `general` are texts to measure forgetting on. `progress(what, done, total)` is called before each unit and once at the end."""
     names, explicit = _names(methods, target_tuned)
     shots, seeds = tuple(dict.fromkeys(shots)), tuple(dict.fromkeys(seeds))
     if not shots or not seeds:
@@ -90,7 +95,7 @@ def compare(
         finetune=finetune if any(METHODS[name].traits.reference for name in names) else False,
         task_options=task_options or {}, search=search or Search(), dtype=dtype, device=device,
         passes=Passes(batch_size=batch_size, engine=engine, allow_fewer=allow_fewer),
-        work=Path(work) if work is not None else None,
+        work=Path(work) if work is not None else None, speech=speech or Speech(), general=general,
     )  # fmt: skip
     run = _Run(Opened(request), shots, seeds, names, explicit=explicit, progress=progress)
     return run.results(pair, command)
@@ -120,12 +125,15 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.opened, self.trial = opened, opened.trial
+        if not explicit and not speaks(self.trial.bound):
+            names = [name for name in names if not METHODS[name].traits.open_only]
         self.shots, self.seeds, self.names, self.explicit = shots, seeds, list(names), explicit
         self.progress = progress
         self.parameters, self.tokens = trained_weights(opened.bound), tokens_seen(opened.trial)
         self.left_out: dict[str, str] = {}
         self.slopes = any(METHODS[name].traits.gradient for name in names)
         self._fixed: dict[str, Unit] = {}
+        self._spoken: SpokenFigures | None = None
 
     def results(self, pair: str | None, command: str | None) -> Results:
         units = self.all()
@@ -233,9 +241,11 @@ class _Run:
         trial, update = self.trial, outcome.update
         sets = self._sets() if fixed else [[support.shots, support.seed]]
         before = {f"{k}-{s}": self._loss_before(k, s) for k, s in sets}
-        with dialled(trial.model, update if update is not None else {}) as dial:
-            dial.turn(outcome.alpha)
+        if self._spoken is None and speaks(trial.bound):
+            self._spoken = SpokenFigures(trial, trial.splits.test, self.opened.request.general)
+        with moved_by(trial.model, update if update is not None else {}, outcome.alpha):
             score, answers = trial.predictions("test") if trial.splits.test else (None, [])
+            spoken = self._spoken.take() if self._spoken is not None else None
             after = {f"{k}-{s}": self._loss(k, s) for k, s in sets}
         parts = dict(outcome.parts)
         if outcome.votes is not None and traits.drawn is not None:
@@ -261,6 +271,7 @@ class _Run:
             "notes": list(outcome.notes),
             "parts": parts,
             "answers": answers,
+            **({"spoken": spoken} if spoken is not None else {}),
         }
 
     def _loss_before(self, shots: int, seed: int) -> float | None:
@@ -287,15 +298,18 @@ class _Run:
             "measure": self.trial.bound.measure,
             "samples": 0 if fixed else found,
             **parts,
+            **spoken_columns(unit),
         }
 
     def details(self, units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None) -> dict[str, Any]:
         """Curves, agreement and kept shares for the report."""
-        found: dict[str, list[dict[str, Any]]] = {"curves": [], "agreement": [], "kept": []}
+        found: dict[str, list[dict[str, Any]]] = {"curves": [], "agreement": [], "kept": [], "samples": []}
         for (shots, seed), group in units.items():
             for unit in group:
                 where = {"pair": pair, "shots": shots, "seed": seed, "method": unit["method"]}
                 parts = unit["parts"]
+                if self._spoken is not None and seed == self.seeds[0]:
+                    found["samples"].append({**where, **self._spoken.told(unit["spoken"], parts)})
                 if "curve" in parts:
                     drawn = {"rule": parts.get("rule"), "points": parts["curve"], "best": unit["alpha"]}
                     if self.trial.bound.measure != "accuracy":
@@ -323,6 +337,14 @@ class _Run:
         before, after = group[FLOOR]["answers"], group[name]["answers"]
         found = changed_examples(self.opened.splits.test, self.trial.bound.labels, before, after)
         return [{"pair": pair, "method": name, "shots": shots, "seed": seed, **found}]
+
+
+def spoken_columns(unit: Unit) -> dict[str, Any]:
+    """Of open answers: the share of the gain is one in the loss, and what was generated and forgotten stands beside it."""
+    figures = unit.get("spoken")
+    if figures is None:
+        return {}
+    return {"gain": "loss", **{name: value for name, value in figures.items() if name != "samples"}}
 
 
 def vote_details(trial: Trial, votes: SignVotes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradfix.errors import GradfixError
 from gradfix.registry import Registry
+from gradfix.stream.lora_out import LoraResult
 from gradfix.training.costs import Work
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
@@ -32,7 +33,8 @@ class Outcome:
     """What a method would ship: `target + alpha * update`, or the target as it is.
 
     `score` is what its choices were made on and `chosen_by` says where: "validation", "few_shot" (folds), "given"
-    or "recipe". `votes` are what a mask was shown, where it was shown any. `parts` are details for the report."""
+    or "recipe". `votes` are what a mask was shown, where it was shown any. `parts` are details for the report. `adapter`
+    is the trained one where it is all of the update."""
 
     update: TaskVector | None
     alpha: float
@@ -43,6 +45,7 @@ class Outcome:
     curve: Curve | None = None
     votes: SignVotes | None = None
     chosen_by: str | None = None
+    adapter: LoraResult | None = None
 
 
 Run = Callable[["Trial", "Support"], Outcome]
@@ -76,7 +79,7 @@ class Traits:
     it is no candidate. `control`: shows what chance is worth. `baseline`: simpler than any mask. `ships`: `transport`
     can write it. `fixed`: with a validation split it depends on neither shots nor seed. `gradient`: looks at the mean
     gradient. `favoured`: among methods that the examples cannot tell apart it is taken, for what was measured elsewhere (docs/method.md). `unlabelled`: learns from inputs without labels. `labels`: cannot do without labelled ones. `across`: needs no weights that match one to one, so the
-    target may have another shape. `scaled`: goes along the vector by alpha. `keeps`: drops part of the vector, so that the share it keeps means something. `drawn`: its line in
+    target may have another shape. `scaled`: goes along the vector by alpha. `keeps`: drops part of the vector, so that the share it keeps means something. `open_only`: for open answers. `drawn`: its line in
     the chart of alphas, by style ("main", "second", "third", ...) and legend. `way`: how it carries the fine-tune
     over, as the half-sentence that follows "was carried over to the new base" on the model card."""
 
@@ -93,6 +96,7 @@ class Traits:
     labels: bool = True
     scaled: bool = True
     keeps: bool = False
+    open_only: bool = False
     drawn: tuple[str, str] | None = None
     way: str | None = None
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradfix.errors import UsageError
-from gradfix.methods import trained
+from gradfix.methods import speaking, trained
 from gradfix.methods.masked import Masked, masked_by
 from gradfix.methods.method import (
     ADDED,
@@ -53,6 +53,8 @@ method("naive", "Plain addition", cost=ADDED, fixed=True, baseline=True, drawn=(
 STEPS: dict[str, Any] = {"transports": False, "baseline": True, "across": True, "scaled": False}
 method("one_step", "One AdamW step", cost=STEPPED, **STEPS)(trained.one_step)
 method("few_shot", "Few-shot fine-tuning", cost=TRAINED, **STEPS)(trained.polish)
+method("few_shot_lora", "Few-shot LoRA", open_only=True, **STEPS)(speaking.few_shot_lora)
+method("copy_adapter", "Copied adapter", cost=ADDED, baseline=True, fixed=True, open_only=True)(speaking.copy_adapter)
 method("gradfix", "GradFix", cost=VOTED, keeps=True, drawn=("main", "Majority vote"))(Masked())
 method("gradfix_mean", "GradFix, mean vote", cost=VOTED, gradient=True, keeps=True, drawn=("second", "Mean vote"))(
     Masked(vote="mean")

@@ -29,13 +29,16 @@ from gradfix.checkpoints.write import torch_dtype
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.methods.search import Search
+from gradfix.methods.speaking import heavy, is_adapter
 from gradfix.methods.trained import in_full
 from gradfix.methods.trial import Lenders, Passes, Splits, Trial
 from gradfix.methods.workfolder import Folder, digest
 from gradfix.methods.yardsticks import tokens_seen, trained_weights
 from gradfix.tasks.base import TASKS, Bound, Example, Task
 from gradfix.tasks.classification import Classification
+from gradfix.tasks.reading import speaks
 from gradfix.training.distil import can_teach, teacher_of
+from gradfix.training.free_text import LORA, Speech
 from gradfix.training.starts import Old
 from gradfix.vectors.taskvector import TaskVector
 
@@ -103,12 +106,14 @@ def vector_of(trio: Trio, how: str = "none") -> TaskVector:
     return tau if how == "none" else TaskVector(align(trio.base, trio.target, method=how).apply(tau))
 
 
-def lenders_of(trio: Trio, bound: Bound, task: Task | None) -> Lenders:
+def lenders_of(trio: Trio, bound: Bound, task: Task | None, speech: Speech | None = None) -> Lenders:
     """What the three checkpoints can lend to a trial; across shapes nothing can be permuted."""
+    apart = speech is not None and speaks(bound) and speech.trains(bound) == LORA
     return Lenders(
         aligned=None if trio.apart is not None else lambda how: vector_of(trio, how),
-        teacher=lambda: open_teacher(trio, bound, task),
-        old=lambda teacher: old_side(trio, bound, teacher),
+        teacher=lambda: open_teacher(trio, bound, task, beside=not (apart and heavy(bound))),
+        old=lambda teacher: None if apart and heavy(bound) else old_side(trio, bound, teacher),
+        adapter=is_adapter(trio.given["tuned"]),
     )
 
 
@@ -140,17 +145,18 @@ def _config(bound: Bound) -> dict[str, Any]:
     return dict(config.to_dict()) if config is not None and hasattr(config, "to_dict") else {}
 
 
-def open_teacher(trio: Trio, bound: Bound, task: Task | None) -> Bound | None:
+def open_teacher(trio: Trio, bound: Bound, task: Task | None, beside: bool = True) -> Bound | None:
     """The fine-tune with its own head and vocabulary; an adapter is added onto its base.
 
-    None where the task has no closed label set to teach."""
-    if not can_teach(bound):
+    None where the task has nothing to teach: neither scores over a closed label set nor words. Not `beside` the target,
+    it waits in the host's memory until it is asked."""
+    if not can_teach(bound) and not speaks(bound):
         return None
     weight = next(bound.model.parameters())
     base, tuned = trio.given["base"], trio.given["tuned"]
     if task is None or not isinstance(tuned, str | os.PathLike) or not isinstance(base, str | os.PathLike):
         return None if trio.apart is not None else teacher_of(bound, base, TaskVector.of(trio), task)
-    return open_tuned(trio, task, weight.dtype, weight.device)
+    return open_tuned(trio, task, weight.dtype, weight.device if beside else "cpu")
 
 
 def open_tuned(trio: Trio, task: Task, dtype: torch.dtype, device: Any) -> Bound:
@@ -191,6 +197,8 @@ class Request:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     work: Path | None = None
+    speech: Speech = field(default_factory=Speech)
+    general: Sequence[str] | None = None
 
 
 class Opened:
@@ -218,11 +226,12 @@ class Opened:
         if request.work is not None:
             self.folder = Folder(request.work, digest(self.identity), digest(self._votes_identity()))
         tau = vector_of(self.trio, request.align)
-        lenders = replace(lenders_of(self.trio, self.bound, self.task), tuned_target=self._tuned_target())
+        lent = lenders_of(self.trio, self.bound, self.task, request.speech)
         self.trial = Trial(
-            self.bound, tau if self.trio.apart is None else None, self.splits,
-            search=request.search, passes=request.passes, store=self.folder, lenders=lenders,
+            self.bound, tau if self.trio.apart is None else None, self.splits, search=request.search,
+            passes=request.passes, store=self.folder, lenders=replace(lent, tuned_target=self._tuned_target()),
         )  # fmt: skip
+        self.trial.speech = request.speech
 
     def _bound(self) -> Bound:
         request = self.request
@@ -256,6 +265,7 @@ class Opened:
             **asdict(request.passes),
             "dtype": str(request.dtype),
             "device": torch.device(request.device).type,
+            **({"speech": repr((request.speech, request.general))} if speaks(self.bound) else {}),
         }
 
     def _votes_identity(self) -> dict[str, Any]:

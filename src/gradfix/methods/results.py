@@ -1,7 +1,8 @@
 """Results of a comparison: rows, verdict and what the report draws, as one JSON file.
 
 Rows are per method, budget and seed; everything else is derived from them or describes how they came about.
-Accuracies are in percent, recovered is a share: (accuracy - zero-shot) / (fine-tuned - zero-shot)."""
+Accuracies are in percent, recovered is a share: (accuracy - zero-shot) / (fine-tuned - zero-shot), and for open
+answers the same share of the loss per token."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from gradfix.methods.methods import traits_of
 from gradfix.methods.verdicts import judge, mean, spread
 
 Row = dict[str, Any]
+SPOKEN = ("test_loss", "token_f1", "general_loss", "divergence")  # shown for open answers
 AVERAGED = (
     *("accuracy", "recovered", "margin", "seconds", "flops", "validation_accuracy", "loss_before", "loss_after"),
-    "kept",
+    *("kept", *SPOKEN),
 )
 PLAIN = ("pair", "measure", "accuracy", "loss", "samples")  # what every score has
 HAD, HAD_TITLE = "what_you_had", "What you had (on the old base)"
@@ -45,6 +47,7 @@ class Results:
     kept: list[dict[str, Any]] = field(default_factory=list)
     changed: list[dict[str, Any]] = field(default_factory=list)
     had: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     provenance: list[dict[str, Any]] = field(default_factory=list)
 
@@ -80,7 +83,7 @@ class Results:
         for part in parts:
             joined["titles"].update(part.titles)
             joined["traits"].update(part.traits)
-        for key in ("curves", "agreement", "kept", "changed", "had", "provenance"):
+        for key in ("curves", "agreement", "kept", "changed", "had", "samples", "provenance"):
             joined[key] = [entry for part in parts for entry in getattr(part, key)]
         joined["notes"] = list(dict.fromkeys(note for part in parts for note in part.notes))
         return cls.build([row for part in parts for row in part.rows], **joined)
@@ -136,11 +139,17 @@ class Results:
             "held out": lambda row: number_text(row["validation_accuracy"], ".1f"),
             measures: accuracy_text,
             **{name: _besides(name) for name in dict.fromkeys(name for row in rows for name in row["measures"])},
+            "loss per token": lambda row: number_text(row["test_loss"], ".3f"),
+            "token F1": lambda row: number_text(row["token_f1"], ".2f"),
             "recovered": lambda row: share_text(row["recovered"]),
+            "general loss": lambda row: number_text(row["general_loss"], ".3f"),
+            "divergence": lambda row: number_text(row["divergence"], ".3f"),
             "alpha": lambda row: number_text(self.shown_alpha(row)),
             "seconds": lambda row: number_text(row["seconds"], ".1f"),
         }
+        closed = all(row["divergence"] is None for row in rows)
         left_out = {"pair": not several, "held out": not untested}
+        left_out |= dict.fromkeys(("loss per token", "token F1", "general loss", "divergence"), closed)
         header = [name for name in columns if not left_out.get(name)]
         return [header, *([columns[name](row) for name in header] for row in rows)]
 
@@ -189,10 +198,17 @@ def with_recovered(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     filled = [dict(row) for row in rows]
     for pair in {row.get("pair") for row in filled}:
         mine = [row for row in filled if row.get("pair") == pair]
-        ends = [mean([r["accuracy"] for r in mine if r["method"] == name]) for name in (FLOOR, CEILING)]
+        ends = [mean([_gained(r) for r in mine if r["method"] == name]) for name in (FLOOR, CEILING)]
         for row in mine:
-            row["recovered"] = recovered(row["accuracy"], *ends)
+            row["recovered"] = recovered(_gained(row), *ends)
     return filled
+
+
+def _gained(row: Row) -> float | None:
+    """What a share is a share of: the accuracy, or for open answers the loss, which is better the lower it is."""
+    if row.get("gain") != "loss":
+        return row["accuracy"]  # type: ignore[no-any-return]
+    return None if row.get("test_loss") is None else -row["test_loss"]
 
 
 def _baselines(rows: Sequence[Row], traits: Mapping[str, Any]) -> dict[str, float]:

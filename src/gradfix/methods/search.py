@@ -57,12 +57,13 @@ class Score:
     marks: str = ""
     parts: tuple[Score, ...] = ()
     further: Mapping[str, float] = field(default_factory=dict)
+    by_loss: bool = False  # open answers are hardly ever right to the letter: the loss tells them apart
 
     def __add__(self, other: Score) -> Score:
         further = {name: value + other.further.get(name, 0.0) for name, value in self.further.items()}
         return Score(
             self.right + other.right, self.loss_sum + other.loss_sum, self.count + other.count,
-            self.marks + other.marks, (*(self.parts or (self,)), *(other.parts or (other,))), further,
+            self.marks + other.marks, (*(self.parts or (self,)), *(other.parts or (other,))), further, self.by_loss,
         )  # fmt: skip
 
     @property
@@ -82,8 +83,10 @@ class Score:
 
     @property
     def value(self) -> float:
-        """Accuracy; ties go to the lower loss. The loss is worth less than half an example, whatever it is."""
+        """Accuracy; ties go to the lower loss, which is worth less than half an example. Of open answers the loss."""
         loss = self.loss if self.loss == self.loss else float("inf")
+        if self.by_loss:
+            return 100 / (1 + max(loss, 0.0))
         return self.accuracy + 0.5 * (100 / self.count) / (1 + max(loss, 0.0))
 
 

@@ -19,11 +19,13 @@ from gradfix.checkpoints.write import discard
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.search import Score, View, total
+from gradfix.methods.speaking import recipe_of
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
+from gradfix.tasks.reading import speaks
 from gradfix.training import relations
 from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
@@ -157,6 +159,9 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
     Nothing is chosen by labels. A validation set lends its inputs and may veto the result; without one the folds
     score it for a verdict, and because they choose nothing their passes are not on the method's bill."""
 
+    if speaks(trial.bound):
+        return _judged(trial, support, lambda examples: recipe_of(trial, support, examples))
+
     def run(examples: Sequence[Example]) -> Best:
         try:
             return best(
@@ -166,9 +171,16 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
         except (DataError, UsageError) as error:
             raise NotHere(str(error)) from error
 
+    return _judged(trial, support, run)
+
+
+def _judged(trial: Trial, support: Support, run: Callable[[Sequence[Example]], Best]) -> Outcome:
+    """Run the recipe on the whole set, and score it where choices are made."""
     found = run(support.examples)
     trial.bill.own += found.work
-    outcome = Outcome(found.update, 1.0, notes=found.notes(), parts=found.parts, chosen_by="recipe")
+    outcome = Outcome(
+        found.update, 1.0, notes=found.notes(), parts=found.parts, chosen_by="recipe", adapter=found.adapter
+    )
     if trial.regime == "validation":
         score = _pooled(trial, support, lambda view: found.update)
         if support.untouched().value > score.value:

@@ -26,7 +26,10 @@ from gradfix.methods.search import Choice, Score, Search, Setting, of_the_choice
 from gradfix.methods.support import Support
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
+from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
+from gradfix.training.free_text import Speech
+from gradfix.training.lowrank import LowRank
 from gradfix.training.starts import Old
 from gradfix.vectors.taskvector import TaskVector
 
@@ -73,12 +76,14 @@ class Passes:
 @dataclass(frozen=True, kw_only=True)
 class Lenders:
     """What a trial may ask for, made only when it is: tau permuted to the target, the target's own vector, the
-    tuned old model, and what is known of the old side to turn its vector to the target's units."""
+    tuned old model, and what is known of the old side to turn its vector to the target's units. `adapter`: the
+    fine-tune is one, which can be put onto the target as it is."""
 
     aligned: Callable[[str], TaskVector] | None = None
     tuned_target: Callable[[], TaskVector] | None = None
     teacher: Callable[[], Bound | None] | None = None
     old: Callable[[Bound], Old | None] | None = None
+    adapter: bool = False
 
 
 class Trial:
@@ -106,6 +111,7 @@ class Trial:
         self.search, self.passes = search or Search(), passes or Passes()
         self.regime: Regime = "few_shot" if splits.validation is None else "validation"
         self.store, self.lenders = store or Store(), lenders or Lenders()
+        self.speech = Speech()  # how open answers are learned
         self.bill = Bill()
         self._teacher: Bound | None = None
         self._old: Old | None = None
@@ -124,6 +130,8 @@ class Trial:
 
     def by_module(self, tau: TaskVector) -> TaskVector:
         """The vector under the module's names, without tensors this model does not have or the task does not ask."""
+        if isinstance(tau, LowRank):  # its factors were named when they were read
+            return tau
         names = dict(self.model.named_parameters(remove_duplicate=False))
         mapped = tau if set(tau) <= set(names) else name_map(self.model, list(tau)).to_module(tau)
         odd = [name for name in mapped if name not in names and bool(mapped[name].any())]
@@ -212,9 +220,8 @@ class Trial:
 
     def support(self, shots: int, seed: int) -> Support:
         if self._support is None or (self._support.shots, self._support.seed) != (shots, seed):
-            for key in [
-                key for key in self._shared if key.startswith(("votes-", "gradient-", "turned-", "untouched-fold-"))
-            ]:
+            made_here = ("votes-", "gradient-", "turned-", "said-", "untouched-fold-")
+            for key in [key for key in self._shared if key.startswith(made_here)]:
                 del self._shared[key]
             self._batches = {name: b for name, b in self._batches.items() if not name.startswith("fold-")}
             self._support = Support(self, shots, seed)
@@ -286,7 +293,7 @@ class Trial:
         self.bill.own += Work(forward=len(marks.answers))
         in_order = sorted(zip(by_length(self.examples[name]), marks.answers, marks.hits, strict=True))
         hits = "".join("1" if hit else "0" for _, _, hit in in_order)
-        score = Score(marks.right, marks.loss, marks.count, hits, further=marks.further)
+        score = Score(marks.right, marks.loss, marks.count, hits, further=marks.further, by_loss=speaks(self.bound))
         return score, [answer for _, answer, _ in in_order]
 
     # -- choosing --------------------------------------------------------------------------------------

@@ -102,5 +102,5 @@ class Partials(Store):
         return self.out.with_name(f".{self.out.name}.votes-{name}.part") if self.keep else None
 
     def forget(self) -> None:
-        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.votes-*.part"):
+        for path in self.out.parent.glob(f".{glob.escape(self.out.name)}.votes-*.part*"):
             discard(path)

@@ -12,6 +12,7 @@ from gradfix.methods.trial import Trial
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.scoring import evaluate
+from gradfix.training.free_text import alone
 
 SAMPLE = 256  # rows whose length stands for all
 
@@ -27,7 +28,8 @@ def had(trial: Trial, open_old: Callable[[], Bound | None]) -> dict[str, float] 
         old = trial.teacher() or open_old()
         if old is None:
             return None
-        return evaluate(old.model, old, old.scoring_batches(test, trial.passes.batch_size))
+        with alone(old, trial.bound):
+            return evaluate(old.model, old, old.scoring_batches(test, trial.passes.batch_size))
     except GradfixError as error:
         trial.notes.append(f"the old fine-tune could not be scored on its own base: {error}")
         return None

@@ -45,6 +45,7 @@ def _section(results: Results, pair: str | None) -> dict[str, Any]:
         "agreement": _agreement([e for e in results.agreement if e["pair"] == pair]),
         "kept": _kept([e for e in results.kept if e["pair"] == pair and e["shots"] == main["shots"]], results.title),
         "changed": [entry for entry in results.changed if entry["pair"] == pair],
+        "spoken": _spoken(results, pair, main),
         "provenance": [entry for entry in results.provenance if entry.get("pair") == pair],
         "regime": main["regime"],
         "chosen": CHOSEN.get(main["regime"], "nothing held out"),
@@ -179,6 +180,25 @@ def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str
         "legend": [(s.name, s.style) for s in series],
         "several": any(len(s.runs) > 1 for s in series),
     }
+
+
+def _spoken(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any] | None:
+    """Open answers: the figures of every method, and a few answers of the old fine-tune, the new base and the moved one."""
+    rows = [row for row in results.summary_rows(pair) if row["shots"] == verdict["shots"]]
+    if all(row["divergence"] is None for row in rows):
+        return None
+    entries = {e["method"]: e for e in results.samples if e["pair"] == pair and e["shots"] == verdict["shots"]}
+    moved = [name for name in entries if name != FLOOR and not results.traits_of(name).reference]
+    shipped = verdict["method"] if verdict["method"] in moved else next(iter(reversed(moved)), None)
+    said: list[dict[str, Any]] = []
+    if shipped is not None and FLOOR in entries:
+        old: list[str] = next((entry["old_fine_tune"] for entry in entries.values() if entry["old_fine_tune"]), [])
+        for place, row in enumerate(entries[shipped]["rows"]):
+            said.append({
+                "prompt": row["prompt"], "reference": row["reference"], "moved": row["said"],
+                "new_base": entries[FLOOR]["rows"][place]["said"], "old": old[place] if place < len(old) else None,
+            })  # fmt: skip
+    return {"rows": rows, "said": said, "method": results.title(shipped) if shipped is not None else None}
 
 
 def _rank(style: str) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gradfix.checkpoints.adapter import peft_task
 from gradfix.checkpoints.folder import copy_side_files, versions
 from gradfix.checkpoints.hashes import file_hashes
+from gradfix.checkpoints.lora import factored_norm
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
 from gradfix.checkpoints.write import refuse_inside, save_tensors, staged_folder, write_manifest
@@ -264,9 +265,9 @@ def save_lora(
 
 def _size(result: LoraResult, model: nn.Module) -> float:
     """The update's norm beside that of the weights it changes."""
-    weights = [p for n, p in model.named_parameters() if n in result.shapes]
-    size = sum(float(p.double().square().sum()) for p in weights)
-    return result.approximated.norm() / size**0.5 if size else 0.0
+    size = sum(float(p.detach().double().square().sum()) for n, p in model.named_parameters() if n in result.shapes)
+    whole = sum(float(tensor.double().square().sum()) for tensor in result.whole.values())
+    return float(((factored_norm(result.factors) ** 2 + whole) / size) ** 0.5) if size else 0.0
 
 
 def _adapter(

@@ -6,6 +6,7 @@ without one, an answer is right when greedy decoding would give it token by toke
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from gradfix.data.rows import question, where
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks.base import TASKS, Batch, Example, Prompts, label_indices
 from gradfix.tasks.loading import first_line
-from gradfix.tasks.reading import AnswerBound, AnswerTask, masked_mean, pad, refuse_foreign_tokens
+from gradfix.tasks.reading import AnswerBound, AnswerTask, Posed, Tokens, masked_mean, pad, refuse_foreign_tokens
 
 WRONG = -1
+ANSWER = "x"  # stands for an answer where only what surrounds it is asked for
 
 
 class CausalBound(AnswerBound):
@@ -106,7 +108,7 @@ class CausalBound(AnswerBound):
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{where(example, index)}: this model has no chat template for 'messages'. "
-                "Give prompt and completion instead."
+                "Copy the fine-tune's chat_template.jinja into its folder, or give prompt and completion instead."
             )
         if len(turns) < 2:
             raise DataError(
@@ -126,6 +128,60 @@ class CausalBound(AnswerBound):
                 "the answer's tokens cannot be told apart. Give prompt and completion instead."
             )
         return asked, whole[len(asked) :]
+
+    def posed(self, example: Example, index: int = 0) -> Posed:
+        if "messages" in example:
+            turns = [*question(example["messages"]), {"role": "assistant", "content": ANSWER}]
+            asked, said = self._rendered(turns, example, index)
+            closing = said.partition(ANSWER)[2]
+            tokens = self.tokenizer(asked, add_special_tokens=False)["input_ids"]
+            return Posed(list(tokens), list(self.tokenizer(closing, add_special_tokens=False)["input_ids"]))
+        prompt = example.get("prompt", example.get("text"))
+        if not isinstance(prompt, str):
+            raise DataError(f"{where(example, index)}: this task needs messages, or a prompt, or a text.")
+        tokens = self.tokenizer(prompt)["input_ids"]
+        tokens = list(tokens[: len(tokens) - self._closing])
+        return Posed(tokens or [self._first_token(example, index)], [self._end_token(example, index)])
+
+    def begun(self, example: Example) -> list[int]:
+        """A prompt as tokens up to its last word, for the model to go on with."""
+        if "messages" not in example:
+            return self.posed(example).question
+        turns = question(example["messages"])
+        shown = self._rendered([*turns, {"role": "assistant", "content": ANSWER}], example, 0)[0]
+        last = str(turns[-1]["content"])
+        place = shown.rfind(last)
+        text = shown[: place + len(last)] if place >= 0 else shown
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def room(self, question: Tokens, wanted: int) -> tuple[list[int], int]:
+        """A question that is too long loses its beginning; it gives up no more than a quarter of the context."""
+        wanted = max(1, min(wanted, max(self.max_length - len(question), self.max_length // 4)))
+        kept = self.max_length - wanted
+        self.limit.saw(tuple(question), len(question) > kept)
+        return list(question[-kept:]), wanted
+
+    def spoken_logits(self, model: Any, questions: Sequence[Tokens], answers: Sequence[Tokens]) -> Tensor:
+        """All answers begin in one column, so that models which can do so score no token of a question."""
+        device = next(model.parameters()).device
+        said = max(map(len, answers))
+        padding = self.tokenizer.pad_token_id
+        ids = torch.cat([pad(questions, padding, left=True), pad(answers, padding)], dim=1)
+        spoken = pad([[1] * len(answer) for answer in answers], 0).bool()
+        mask = torch.cat([pad([[1] * len(q) for q in questions], 0, left=True), spoken.long()], dim=1)
+        refuse_foreign_tokens(ids, self.tokenizer, model)
+        takes = inspect.signature(model.forward).parameters
+        how: dict[str, Any] = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        if "position_ids" in takes:
+            how["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0).to(device)
+        if "logits_to_keep" in takes:
+            how["logits_to_keep"] = said + 1
+        logits = model(**how).logits
+        logits = logits[:, logits.shape[1] - said - 1 : -1][spoken.to(device)]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # type: ignore[no-any-return]
+
+    def _new_tokens(self, found: Tensor, asked: int) -> Tensor:
+        return found[:, asked:]
 
     def _token_losses(self, model: Any, tokens: Tensor, attention: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and logits-argmax hits per position, zero outside the answer; all of shape (batch, length - 1)."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.kinds import HEADS
+from gradfix.checkpoints.lora import LoraCheckpoint
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
@@ -234,7 +235,11 @@ def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> L
 def _wear(model: nn.Module, home: Home) -> tuple[set[str], dict[str, tuple[int, ...]]]:
     """Put an adapter's merged weights, or a file's, into the model; the names it filled, and those that do not fit."""
     worn = open_checkpoint(home.source, base=home.folder)
-    state = name_map(model, worn.names()).to_module(worn.state())
+    names = name_map(model, worn.names())
+    if isinstance(worn, LoraCheckpoint) and not names.fused:  # the rest is in the model already
+        state = names.to_module({name: worn.read(name) for name in worn.changed()})
+    else:
+        state = names.to_module(worn.state())
     places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     filled: set[str] = set()
     odd: dict[str, tuple[int, ...]] = {}

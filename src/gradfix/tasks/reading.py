@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ LONGEST = 512  # tokens, where neither the user nor the model says otherwise
 UNLIMITED = 10**6  # tokenizers write an absurd number where they know no limit
 LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 LOSSES = ("mean", "sum")
+Tokens = Sequence[int]
 
 
 def column(examples: Sequence[Example], name: str) -> list[Any]:
@@ -124,6 +126,14 @@ def pad(sequences: Sequence[Sequence[int]], value: int, left: bool = False) -> T
     return torch.tensor(rows, dtype=torch.long)
 
 
+@dataclass(frozen=True)
+class Posed:
+    """A question as tokens, and the tokens that close an answer to it."""
+
+    question: list[int]
+    closing: list[int]
+
+
 class AnswerBound(Bound):
     """A generating model, its tokenizer and the texts of its labels."""
 
@@ -141,6 +151,83 @@ class AnswerBound(Bound):
 
     def cuts(self) -> tuple[str, ...]:
         return self.limit.notes()
+
+    @property
+    def open_answers(self) -> bool:
+        """Whether any text may be the answer: there is no label set."""
+        return not self.labels
+
+    def posed(self, example: Example, index: int = 0) -> Posed:
+        """The question of an example as tokens; its answer is not read."""
+        raise NotImplementedError
+
+    def answer_text(self, example: Example, index: int = 0) -> str:
+        """The reference answer of an example."""
+        if "messages" in example:
+            return str(example["messages"][-1]["content"])
+        if not isinstance(example.get("completion"), str):
+            raise DataError(f"{where(example, index)}: there is a prompt, but no completion and no label set.")
+        return str(example["completion"])
+
+    def answer_ids(self, text: str) -> list[int]:
+        """An answer as tokens, without what closes it."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def spoken_logits(self, model: Any, questions: Sequence[Tokens], answers: Sequence[Tokens]) -> Tensor:
+        """Scores of the next token at every token of the answers, one answer after the other: (tokens, vocabulary)."""
+        raise NotImplementedError
+
+    def room(self, question: Tokens, wanted: int) -> tuple[list[int], int]:
+        """The question as far as it fits beside an answer of `wanted` tokens, and the tokens left for the answer."""
+        raise NotImplementedError
+
+    def stops(self, closing: Tokens) -> list[int]:
+        """Tokens that end an answer: the first special one of the template's closing, and those the model names."""
+        special = set(self.tokenizer.all_special_ids)
+        named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        listed = named if isinstance(named, list) else [named]
+        first = [token for token in closing if token in special][:1]
+        found = [*first, self.tokenizer.eos_token_id, *listed]
+        return list(dict.fromkeys(int(token) for token in found if token is not None))
+
+    def say(
+        self, model: Any, posed: Sequence[Posed], longest: int, seed: int | None = None
+    ) -> list[tuple[list[int], bool]]:
+        """What the model answers, as tokens, and whether it came to an end within `longest` tokens.
+
+        Greedy without a seed; with one, drawn from the model's own probabilities."""
+        asked = [self.room(one.question, longest) for one in posed]
+        longest = min(room for _, room in asked)
+        stops = self.stops(posed[0].closing)
+        questions = [question for question, _ in asked]
+        device = next(model.parameters()).device
+        padding = self.tokenizer.pad_token_id
+        ids = pad(questions, padding, left=True).to(device)
+        mask = pad([[1] * len(question) for question in questions], 0, left=True).to(device)
+        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if seed is not None:
+            how = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        devices = [device.index or 0] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), quiet_transformers(), torch.no_grad():
+            torch.manual_seed(seed or 0)
+            found = model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=longest, num_beams=1, pad_token_id=padding,
+                eos_token_id=stops, **how,
+            )  # fmt: skip
+        rows = self._new_tokens(found, ids.shape[1]).tolist()
+        ends = [next((place for place, token in enumerate(row) if token in stops), None) for row in rows]
+        return [(row[:end], end is not None) for row, end in zip(rows, ends, strict=True)]
+
+    def _new_tokens(self, found: Tensor, asked: int) -> Tensor:
+        raise NotImplementedError
+
+    def spell(self, tokens: Tokens) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def speaks(bound: Bound | None) -> TypeGuard[AnswerBound]:
+    """Whether a model answers in words of its own choice."""
+    return isinstance(bound, AnswerBound) and bound.open_answers
 
 
 class AnswerTask(Task):

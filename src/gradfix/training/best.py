@@ -21,9 +21,11 @@ from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
+from gradfix.tasks.reading import speaks
 from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
 from gradfix.training.costs import Work
 from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
+from gradfix.training.free_text import Learned, asked_of, learn
 from gradfix.training.relations import learn_relations
 from gradfix.training.remix import remix, splice_words
 from gradfix.training.starts import (
@@ -52,7 +54,8 @@ class Best:
 
     `start`: "plain" (the task vector as it is), "permuted" (its units in the target's order), "coordinates" (turned
     to the target's units) or "none".
-    `verdict`: "transported", or "taught" where no vector helped and the steps began at the target."""
+    `verdict`: "transported", or "taught" where no vector helped and the steps began at the target. `adapter`: the LoRA
+    that was trained, where it is all of the update."""
 
     update: TaskVector
     verdict: str
@@ -61,6 +64,7 @@ class Best:
     parts: dict[str, Any] = field(default_factory=dict)
     work: Work = field(default_factory=Work)
     seconds: float = 0.0
+    adapter: Any = None
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know about how the update came about."""
@@ -96,12 +100,15 @@ def best(
     recipe: Teaching | None = None,
     seed: int = 0,
 ) -> Best:
-    """One update for `bound.model`, which is left as it was.
+    """One update for `bound.model`, which is left as it was. Open answers have a recipe of their own (`free_text`).
 
     `tau` speaks the module's names; None where the target has another shape. `teacher` is the tuned old model with its
     own head; without one (or where the task has no closed label set) alpha and polish look at the few-shot labels
     alone, which is weaker. `old` lets the vector be turned to the target's units. `unlabelled` examples may carry
     labels: they are not read; with them `examples` may be empty, and the teacher alone is learned from."""
+    if speaks(bound):
+        said = asked_of(teacher, bound, examples, unlabelled or (), seed=seed)
+        return spoken(learn(bound, tau, examples, said, teacher=teacher, old=old, seed=seed))
     recipe, began = recipe or Teaching(), time.perf_counter()
     if not examples and not (unlabelled and teacher is not None and can_teach(bound)):
         raise DataError(
@@ -163,6 +170,13 @@ def _by_relations(
     verdict = "taught" if found.start.name == NONE else "transported"
     seconds = time.perf_counter() - began
     return Best(found.update, verdict, found.start.alpha, found.start.name, parts, found.work, seconds)
+
+
+def spoken(found: Learned) -> Best:
+    """What was learned of free text, told as the recipe tells it."""
+    start = found.start
+    verdict = "taught" if start.name == NONE else "transported"
+    return Best(found.update, verdict, start.alpha, start.name, found.parts, found.work, found.seconds, found.adapter)
 
 
 def _vectors(

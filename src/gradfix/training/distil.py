@@ -25,6 +25,7 @@ from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task
 from gradfix.tasks.embedding import EmbeddingBound
+from gradfix.tasks.reading import speaks
 from gradfix.training.steps import Training, draws, trainable_weights
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
@@ -97,8 +98,8 @@ def teacher_of(bound: Bound, base: Source, tau: TaskVector, task: Task | None = 
     """The tuned old model as a bound one: base A with its own head and transform, plus the task vector.
 
     From an open checkpoint alone, without a task to open it, only models that carry their head can be built;
-    None where nobody can, or where the task has no closed label set to teach."""
-    if not can_teach(bound):
+    None where nobody can, or where the task has nothing to teach."""
+    if not can_teach(bound) and not speaks(bound):
         return None
     weight = next(bound.model.parameters())
     if task is not None and isinstance(base, (str, os.PathLike)):

@@ -1,0 +1,259 @@
+"""Free text on a real small language model: the share of the fine-tune's gain in loss that arrives on another base.
+
+    python -m scripts.stories --base BASE --out STORIES --device cuda
+    python -m benchmarks.free_text --base BASE --stories STORIES [--work WORK] [--device cuda] [--jobs 16] [--seeds 0 1 2]
+
+BASE is fine-tuned on three open tasks (all weights, and a LoRA), then moved onto its siblings: another seed of its shape,
+another width and depth, another tokenizer. 16 labelled prompts, without and with 500 unlabelled ones; nothing is chosen on
+test. The siblings are fine-tuned in full to know how much there was to gain. Writes benchmarks/results/free_text.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.parts import in_parallel
+
+TARGETS = ("same", "shape", "tokenizer")
+TASKS = ("characters", "summary", "words")
+SHOTS, REAL = 16, 500
+BASELINES = ("naive", "copy_adapter", "gradfix", "veto", "few_shot_lora")
+TUNING = {"steps": 400, "batch_size": 32, "lr": 5e-4, "weight_decay": 0.0}
+LORA = {"steps": 400, "rate": 2e-3, "rank": 16}
+RESULTS = Path(__file__).parent / "results" / "free_text.json"
+MEANS = ("share", "loss", "exact", "token_f1", "general_loss", "divergence", "seconds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--stories", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("free-text-work"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=TUNING["steps"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    parser.add_argument("--kinds", nargs="+", default=["labels", "real", "lora", "baselines"])
+    parser.add_argument("--sources", nargs="+", default=["full", "lora"], help="how BASE is fine-tuned")
+    parser.add_argument("--stage", choices=("all", "tune", "move", "write"), default="all")
+    parser.add_argument("--speech", default="{}", help="other settings of the recipe, as JSON")
+    parser.add_argument("--name", default="best", help="what the recipe is called in the rows")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=1e9, help="start no run after so many seconds")
+    parser.add_argument("--began", type=float, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.began = args.began or time.time()
+    if args.part:
+        run_part(args)
+        return
+    args.work.mkdir(parents=True, exist_ok=True)
+    names = ("base", "stories", "work", "device", "batch", "steps", "speech", "name", "limit", "began")
+    shared: list[object] = [word for name in names for word in (f"--{name}", getattr(args, name))]
+    shared += ["--seeds", *map(str, args.seeds)]
+    if args.stage in ("all", "tune"):
+        wanted = [*(("base", source) for source in args.sources), *((target, "full") for target in args.targets)]
+        parts = [("tune", model, kind, task) for (model, kind), task in product(wanted, args.tasks)]
+        missing = [part for part in parts if not (args.work / "-".join(part[1:]) / "figures.json").exists()]
+        in_parallel("benchmarks.free_text", shared, missing, args.jobs)
+    if args.stage in ("all", "move"):
+        parts = [("move", kind, task, target) for kind, task, target in product(args.kinds, args.tasks, args.targets)]
+        in_parallel("benchmarks.free_text", shared, parts, args.jobs)
+    write(args)
+
+
+def write(args: argparse.Namespace) -> None:
+    from gradfix.checkpoints.folder import versions
+
+    rows = [json.loads(line) for path in sorted(args.work.glob("rows-*")) for line in path.open()]
+    tuned = {path.parent.name: json.loads(path.read_text()) for path in sorted(args.work.glob("*/figures.json"))}
+    result = {
+        "command": "python -m benchmarks.free_text", "device": args.device, "seconds": time.time() - args.began,
+        **versions(), "tuned": tuned, "summary": summary(rows), "rows": rows,
+    }  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for key, value in result["summary"].items():
+        print(key, value)
+
+
+def folder_of(args: argparse.Namespace, model: str) -> Path:
+    return Path(args.base if model == "base" else args.stories / model)
+
+
+def run_part(args: argparse.Namespace) -> None:
+    import torch
+
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    stage, *rest = args.part
+    {"tune": tune_part, "move": move_part}[stage](args, *rest)
+
+
+def tune_part(args: argparse.Namespace, model: str, kind: str, task: str) -> None:
+    from gradfix.checkpoints.folder import save_like
+    from gradfix.checkpoints.open import open_checkpoint
+    from gradfix.data import load_data
+    from gradfix.tasks.causal import Causal
+    from gradfix.tasks.scoring import evaluate
+    from gradfix.training.finetuning import finetune
+
+    source, out = folder_of(args, model), args.work / f"{model}-{kind}-{task}"
+    dataset = load_data(args.stories / "tasks" / task)
+    bound = Causal().open(source, device=args.device)
+
+    def figures() -> dict[str, float]:
+        found = evaluate(bound.model, bound, bound.scoring_batches(dataset.splits["test"], 64))
+        return {"loss": found["loss"], "exact": found["accuracy"]}
+
+    before, begin = figures(), time.perf_counter()
+    if kind == "lora":
+        tune_lora(args, bound, dataset.splits["train"], out)
+    else:
+        finetune(bound, dataset.splits["train"], **{**TUNING, "steps": args.steps})
+        save_like(open_checkpoint(source), bound.model, out, overwrite=True)
+    found = {"zero_shot": before, "seconds": time.perf_counter() - begin}
+    if kind == "full":
+        found["fine_tuned"] = figures()
+    (out / "figures.json").write_text(json.dumps(found))
+
+
+def tune_lora(args: argparse.Namespace, bound: Any, rows: Any, out: Path) -> None:
+    """As people do it: peft's own model, trained on the answers, saved by peft."""
+    from peft import LoraConfig, get_peft_model
+
+    from gradfix.training.steps import Training, draws, warmed
+
+    paths = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(bound.model, LoraConfig(r=LORA["rank"], lora_alpha=LORA["rank"], target_modules=paths))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    training = Training(
+        parameters, lambda step: warmed(step, LORA["rate"], args.steps, 40), lambda *_: SystemExit("NaN")
+    )
+    for step, places in zip(range(args.steps), draws(len(rows), TUNING["batch_size"], 0)):
+        training.step(step, [bound.loss(model, bound.collate([rows[place] for place in places])).mean()])
+    model.save_pretrained(out)
+
+
+def move_part(args: argparse.Namespace, kind: str, task: str, target: str) -> None:
+    """One fine-tune onto one base: every seed, as `transport` runs it."""
+    import torch
+
+    from gradfix.data import load_data
+    from gradfix.methods.opening import Opened, Request
+    from gradfix.methods.search import Search
+    from gradfix.methods.trial import Passes
+
+    dataset = load_data(args.stories / "tasks" / task)
+    ends = json.loads((args.work / f"{target}-full-{task}" / "figures.json").read_text())
+    source = "lora" if kind == "lora" else "full"
+    opened = Opened(
+        Request(
+            base=args.base, tuned=args.work / f"base-{source}-{task}", target=folder_of(args, target),
+            data=dataset, task="causal", validation="none", finetune=False, device=args.device,
+            unlabelled=dataset.splits["validation"][:REAL] if kind == "real" else None,
+            passes=Passes(batch_size=args.batch), speech=speech_of(args), search=Search(folds=3),
+        )
+    )  # fmt: skip
+    opened.trial.judged = False
+    outside = figures_of(args, opened.trial, task)
+    methods = {"baselines": BASELINES, "lora": ("best", "copy_adapter")}.get(kind, ("best",))
+    with open(args.work / f"rows-{args.name}-{kind}-{task}-{target}.jsonl", "w") as out:
+        for row in runs(args, opened, methods, outside):
+            gain = ends["zero_shot"]["loss"] - ends["fine_tuned"]["loss"]
+            row["share"] = round((ends["zero_shot"]["loss"] - row["loss"]) / gain, 4)
+            where = {"task": task, "target": target, "source": source, "inputs": "real" if kind == "real" else "labels"}
+            out.write(json.dumps({**where, **row}) + "\n")
+            out.flush()
+    if args.device == "cuda":
+        print(kind, task, target, f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+
+
+def speech_of(args: argparse.Namespace) -> Any:
+    from gradfix.training.free_text import Speech
+
+    given = json.loads(args.speech)
+    speech = Speech(**{name: value for name, value in given.items() if not isinstance(value, dict)})
+    parts = {name: replace(getattr(speech, name), **value) for name, value in given.items() if isinstance(value, dict)}
+    return replace(speech, **parts)
+
+
+def figures_of(args: argparse.Namespace, trial: Any, task: str) -> Any:
+    """Test answers, stories that no task shows, and prompts of the other tasks."""
+    from gradfix.methods.speaking import SpokenFigures
+    from gradfix.training.retained import Outside
+
+    general = json.loads((args.stories / "tasks" / "general.json").read_text())
+    others = [name for name in TASKS if name != task]
+    lines = [(args.stories / "tasks" / name / "test.jsonl").read_text().splitlines()[:16] for name in others]
+    prompts = [json.loads(line)["prompt"] for some in lines for line in some]
+    spoken = SpokenFigures(trial, trial.splits.test, general)
+    elsewhere = Outside.of(trial.bound, prompts)
+
+    def take() -> dict[str, float]:
+        found = spoken.take()
+        measured = elsewhere.measure(trial.bound) or {}
+        return {
+            "token_f1": found["token_f1"], "match": found["generated_match"], "general_loss": found["general_loss"],
+            "divergence": measured["divergence"],
+        }  # fmt: skip
+
+    return take
+
+
+def runs(args: argparse.Namespace, opened: Any, methods: tuple[str, ...], outside: Any) -> Iterator[dict[str, Any]]:
+    from gradfix.methods.method import NotHere
+    from gradfix.methods.methods import METHODS as KNOWN
+    from gradfix.training.lowrank import moved_by
+
+    trial = opened.trial
+    for seed, name in product(args.seeds, methods):
+        if time.time() - args.began > args.limit:
+            return
+        support = trial.support(SHOTS, seed)
+        trial.open_bill()
+        begin = time.perf_counter()
+        try:
+            outcome = KNOWN[name].run(trial, support)
+        except NotHere as error:
+            print(name, error, flush=True)
+            continue
+        seconds = time.perf_counter() - begin
+        with moved_by(trial.model, outcome.update if outcome.update is not None else {}, outcome.alpha):
+            score = trial.score("test")
+            figures = outside()
+        told = ("start", "start_alpha", "rate", "steps", "divergence", "train")
+        parts = {f"recipe_{key}": outcome.parts[key] for key in told if key in outcome.parts}
+        yield {
+            "method": args.name if name == "best" else name, "seed": seed, "loss": score.loss, "exact": score.accuracy,
+            "alpha": outcome.alpha, "seconds": round(seconds, 2), **figures, **parts,
+        }  # fmt: skip
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means by target, inputs, source and method."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found["/".join(row[name] for name in ("target", "inputs", "source", "method"))].append(row)
+    return {
+        key: {"runs": len(ones), **{name: round(fmean(one[name] for one in ones), 4) for name in MEANS}}
+        for key, ones in sorted(found.items())
+    }
+
+
+if __name__ == "__main__":
+    main()

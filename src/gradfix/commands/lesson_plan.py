@@ -1,0 +1,129 @@
+"""What lessons in free text will need: a step on the teacher's answers, walked through without weights.
+
+The model is the one of its config, on no device; a LoRA is put beside it as the training does, activations are
+recomputed as the training does, and every allocation of one forward and backward pass is seen. What stays alive around it
+(weights, moments, copies to come back to) is added up."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.write import torch_dtype
+from gradfix.commands.configs import PlanConfig
+from gradfix.commands.plan import Allocations, Rehearsal, silent, with_shapes
+from gradfix.commands.setting import device_of
+from gradfix.errors import UsageError
+from gradfix.registry import unknown
+from gradfix.training.free_text import FULL, LORA, TRAINS
+from gradfix.training.imitating import Imitation, divergences, recomputing
+from gradfix.training.lowrank import adapted
+from gradfix.votes.needs import GIB, shape_of
+
+CACHED = 2  # keys and values of every token, in every layer, while the teacher answers
+
+
+@dataclass(frozen=True)
+class LessonPlan:
+    """Bytes on the device: weights, what is trained with its moments, the passes of one step, and the teacher's answers."""
+
+    train: str
+    weights: int
+    trained: int
+    passes: int
+    asking: int
+
+    @property
+    def memory(self) -> int:
+        """The larger of learning and asking: with a LoRA the two models take turns."""
+        return max(self.weights + self.trained + self.passes, self.weights + self.asking)
+
+    def as_json(self) -> dict[str, Any]:
+        sizes = {name: round(getattr(self, name) / GIB, 3) for name in ("weights", "trained", "passes", "asking")}
+        return {
+            "train": self.train,
+            "memory_gib": round(self.memory / GIB, 3),
+            **{f"{n}_gib": s for n, s in sizes.items()},
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        said = {
+            "weights": self.weights, "trained weights and moments": self.trained, "passes of a step": self.passes,
+            "asking, beside the weights": self.asking, f"memory with --train {self.train}": self.memory,
+        }  # fmt: skip
+        return [(name, f"{size / GIB:.2f} GiB") for name, size in said.items()]
+
+
+def lessons_of(config: PlanConfig) -> LessonPlan:
+    """For prompts of `config.tokens`, `config.batch_size` at a time, and answers of `config.answer_tokens`."""
+    checkpoint = open_checkpoint(config.target)
+    assert checkpoint.path is not None  # the plan of the vote has seen its config.json
+    tokens = shape_of(checkpoint, config.tokens).tokens
+    return _plan(checkpoint.path, config, torch_dtype(config.dtype), device_of(config.device), tokens)
+
+
+def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, tokens: int) -> LessonPlan:
+    train = LORA if config.train == "auto" else config.train
+    if train not in TRAINS:
+        raise UsageError(unknown("--train", str(config.train), list(TRAINS)))
+    model = Rehearsal.of_folder(folder, tokens, dtype, device).model
+    if not hasattr(model, "generate"):
+        raise UsageError(f"{folder} does not answer in words; --train is for language models.")
+    counts = sum(p.numel() for p in model.parameters())
+    weights = counts * dtype.itemsize
+    said = config.answer_tokens
+    with silent(), ExitStack() as stack:
+        lora = stack.enter_context(adapted(model, config.rank or Imitation().rank)) if train == LORA else None
+        passes = _walked(stack, model, device, (config.batch_size, tokens, said), train)
+        if lora is not None:
+            held = sum(p.numel() for p in lora.parameters.values())
+            trained = held * 4 * 3  # float32: themselves and two moments; gradients are in the passes
+        else:
+            masters = 4 if dtype.itemsize < 4 else 0
+            trained = counts * (2 * max(4, dtype.itemsize) + masters + dtype.itemsize)  # and a copy to come back to
+    return LessonPlan(train, weights, trained, passes, _asking(model, config.batch_size, tokens + said, dtype))
+
+
+def _asking(model: nn.Module, samples: int, tokens: int, dtype: torch.dtype) -> int:
+    config: Any = model.config
+    layers = getattr(config, "num_hidden_layers", None) or config.num_layers
+    hidden = getattr(config, "hidden_size", None) or config.d_model
+    heads = getattr(config, "num_attention_heads", None) or config.num_heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    return int(CACHED * layers * samples * tokens * hidden * shared / heads * dtype.itemsize)
+
+
+def _walked(stack: ExitStack, model: Any, device: str, sizes: tuple[int, int, int], train: str) -> int:
+    """The peak of one forward and backward pass of a batch, beyond the model's own tensors."""
+    samples, asked, said = sizes
+    stack.enter_context(FakeTensorMode())
+    stack.enter_context(torch.device(device))
+    shaped = stack.enter_context(with_shapes(model))
+    stack.enter_context(recomputing(shaped, train != FULL))
+    seen = stack.enter_context(Allocations(shaped))
+    logits = _scores(shaped, samples, asked, said)
+    top = torch.zeros(len(logits), 64, dtype=torch.int64)
+    divergences(logits, top, torch.zeros(len(logits), 64)).mean().backward()
+    return seen.peak
+
+
+def _scores(model: Any, samples: int, asked: int, said: int) -> Tensor:
+    if model.config.is_encoder_decoder:
+        ids = torch.zeros(samples, asked, dtype=torch.int64)
+        answers = torch.zeros(samples, said, dtype=torch.int64)
+        found = model(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=answers).logits
+    else:
+        ids = torch.zeros(samples, asked + said, dtype=torch.int64)
+        places = torch.arange(asked + said).expand(samples, -1)
+        found = model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=places, logits_to_keep=said + 1
+        ).logits[:, :-1]  # fmt: skip
+    scores: Tensor = found.float().flatten(0, 1)
+    return scores

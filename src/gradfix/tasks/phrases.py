@@ -1,0 +1,46 @@
+"""Figures of answers in words: what a model says, and how much of it is what was meant."""
+
+from __future__ import annotations
+
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from torch import nn
+
+from gradfix.system.modules import left_as_it_was
+from gradfix.tasks.base import Example
+from gradfix.tasks.reading import AnswerBound
+
+
+def token_f1(said: str, meant: str) -> float:
+    """The harmonic mean of precision and recall over words; case and punctuation do not count."""
+    ours, theirs = (Counter(_words(text)) for text in (said, meant))
+    both = sum((ours & theirs).values())
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return 2 * both / (sum(ours.values()) + sum(theirs.values()))
+
+
+def _words(text: str) -> list[str]:
+    table = str.maketrans(string.punctuation, " " * len(string.punctuation))
+    return text.casefold().translate(table).split()
+
+
+def spoken(
+    bound: AnswerBound, model: nn.Module, examples: Sequence[Example], longest: int, batch: int = 16
+) -> list[str]:
+    """What the model answers by greedy decoding."""
+    found = []
+    with left_as_it_was(model):
+        for first in range(0, len(examples), batch):
+            posed = [bound.posed(example, first + n) for n, example in enumerate(examples[first : first + batch])]
+            found += [bound.spell(tokens) for tokens, _ in bound.say(model, posed, longest)]
+    return found
+
+
+def phrase_figures(said: Sequence[str], meant: Sequence[str]) -> dict[str, float]:
+    """The share of answers that are right to the letter, in percent, and the mean token F1."""
+    right = sum(one.strip() == other.strip() for one, other in zip(said, meant, strict=True))
+    shares = [token_f1(one, other) for one, other in zip(said, meant, strict=True)]
+    return {"generated_match": 100 * right / len(meant), "token_f1": sum(shares) / len(shares), "generated": len(meant)}
