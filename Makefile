@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 N ?= 1.0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint types bench torture journeys docs clean
+.PHONY: demo test lint types bench torture journeys sweep docs clean
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +41,9 @@ torture: $(VENV)/.dev
 journeys: $(VENV)/.dev
 	JOURNEYS=all $(BIN)/python -m pytest tests/journeys -n auto --dist worksteal
 	$(BIN)/python -m tests.journeys.expected --write
+
+sweep: $(VENV)/.dev
+	$(BIN)/python -m tests.sweep
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -19,6 +19,7 @@ from tests.sweep.zoo import entries
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep.json"
+PAGE = ROOT / "docs" / "engines.md"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
@@ -45,7 +46,7 @@ def main() -> None:
         print(entry.key, _line(row), f"{time.perf_counter() - start:.1f} s", flush=True)
         _save(options.out, [known[name] for name in names if name in known])
     if options.out == RESULTS:
-        write_table(RESULTS, ROOT / "docs" / "engines.md")
+        write_table(RESULTS, PAGE)
 
 
 def _line(row: dict[str, Any]) -> str:

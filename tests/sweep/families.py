@@ -73,6 +73,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "swiftformer": {"depths": [1, 1, 1, 1], "embed_dims": [8, 16, 16, 24]},
     "swin": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     "swinv2": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
+    "textnet": {"image_size": [64, 64]},
     "t5": {"__config__": {"decoder_start_token_id": 0}, "eos_token_id": 2},
     "t5gemma": {"cross_attention_hidden_size": 32},
     "timm_wrapper": {"__config__": {"architecture": "test_resnet"}},

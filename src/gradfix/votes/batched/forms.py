@@ -76,7 +76,7 @@ class Product:
         for left, right in zip(self.left, self.right):
             torch.mm(left.T, right, out=gradient)
             signs.add_(gradient.sign_())
-        if bool(signs.isnan().any()):  # where one sample's gradient is none, it abstains, and the others do not
+        if bool(signs.sum().isnan()):  # where one sample's gradient is none, it abstains, and the others do not
             signs.zero_()
             for left, right in zip(self.left, self.right):
                 signs.add_(torch.mm(left.T, right, out=gradient).sign_().nan_to_num_(0))
@@ -96,7 +96,7 @@ class Product:
                 gradients = room[: some.shape[0] * some.shape[1] * columns].view(*some.shape[:2], columns)
                 torch.bmm(some, own, out=gradients)
                 signs = gradients.sign_().sum(0, dtype=wide)
-                if bool(signs.isnan().any()):
+                if bool(signs.sum().isnan()):
                     signs = gradients.nan_to_num_(0).sum(0, dtype=wide)
                 strip.sub_(signs.to(votes.dtype))
 

@@ -47,6 +47,7 @@ class Operation:
     reached: bool = True  # by the loss of some sample
     picked: bool = False  # behind rows that were picked by an index, whose owners another batch may change
     seen: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+    beside: list[Operation] = field(default_factory=list)  # those on the same input
     sums: list[RowSums] = field(default_factory=list)
     base: int = 0  # of the digits that tell samples apart in `sums`
 
@@ -99,6 +100,11 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str], scal
     steps: list[Step] = []
     left_out = set(extra)
     kinds = {o.output.dtype for o in operations if o.output is not None and o.output.is_floating_point()}
+    by_input: dict[int, list[Operation]] = {}
+    for operation in operations:
+        if operation.args and isinstance(operation.args[0], Tensor):
+            operation.beside = by_input.setdefault(id(operation.args[0]), [])
+            operation.beside.append(operation)
     for number, operation in enumerate(operations):
         live = [w for w in operation.weights if w[2] is None or steps[w[2]].role == "derive"]
         roots = frozenset().union(*(names for _, names, _ in live))
@@ -161,14 +167,22 @@ def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], sa
 def _layout(operation: Operation, rule: Rule, call: Call, samples: int) -> Layout | None:
     """Where the samples lie in an operation's output, if that is clear and the rule can do with it."""
     assert operation.output is not None
-    shape = operation.output.shape
+    shape, seen = operation.output.shape, operation.seen
     allowed = [c for c in candidates(shape, samples) if rule.allows(call, c, shape)]
     if not operation.sums:
-        return explain(allowed, samples, operation.seen)
+        if not any(bool(mask.any()) for _, mask in seen):  # attention over one token asks queries and keys for nothing
+            seen = next((other.seen for other in operation.beside if _alike(other, shape)), seen)
+        return explain(allowed, samples, seen)
     found = owners(operation.sums, samples, operation.base)
     return explain_owned(
         allowed, samples, found, lambda layout: rule is not REPEAT and rule.allows(call, layout, shape)
     )
+
+
+def _alike(other: Operation, shape: torch.Size) -> bool:
+    """Whether the rows of another operation's output lie as those of an output of this shape."""
+    output = other.output
+    return output is not None and output.shape[:-1] == shape[:-1] and any(bool(mask.any()) for _, mask in other.seen)
 
 
 def read_call(

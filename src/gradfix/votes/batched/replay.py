@@ -82,7 +82,8 @@ class Broadcast(_Replayed):
             call.inputs = {p: t.new_zeros(()).expand(t.shape) for p, t in call.inputs.items()}
 
     def allows(self, call: Call, layout: Layout, output: torch.Size) -> bool:
-        return all(aligned(weight, len(output)).shape[layout.dim] == 1 for weight in call.weights.values())
+        own = {aligned(weight, len(output)).shape[layout.dim] for weight in call.weights.values()}
+        return own <= {1} or (isinstance(layout, SampleLayout) and own <= {1, output[layout.dim]})
 
     def gradients(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form]:
         layout, ndim = samples.layout, gradient.ndim
@@ -97,10 +98,16 @@ class Broadcast(_Replayed):
         with torch.enable_grad():
             output = run(call, call.options["function"], leaves, call.inputs)
         found = torch.autograd.grad(output, list(leaves.values()), gradient.to(output.dtype))
-        return {
-            role: Dense(samples.split(g).sum(layout.dim + 1).reshape(samples.count, *call.weights[role].shape))
-            for role, g in zip(leaves, found)
-        }
+        return {role: Dense(self._by_sample(g, call.weights[role], samples)) for role, g in zip(leaves, found)}
+
+    def _by_sample(self, gradient: Tensor, weight: Tensor, samples: Samples) -> Tensor:
+        layout = samples.layout
+        if aligned(weight, gradient.ndim).shape[layout.dim] == 1:
+            return samples.split(gradient).sum(layout.dim + 1).reshape(samples.count, *weight.shape)
+        apart = gradient.new_zeros(samples.count, *gradient.shape)  # made of weights with a row for every sample
+        for sample in range(samples.count):
+            layout.take(apart[sample], sample).copy_(layout.take(gradient, sample))
+        return apart.reshape(samples.count, *weight.shape)
 
     def _scaled(self, call: Call, gradient: Tensor, samples: Samples) -> dict[str, Form] | None:
         """x * w along the last dimension: the root-mean-square norms of most language models."""

@@ -56,21 +56,26 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
     Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
     where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
     dtype = computed_in(model, loss, batch, trial)
-    scale = _largest_gradient(model, loss, batch, trial)
     of_all, of_tensor = NOISE.get(dtype, NOISE_16)
+    largest: dict[str, Tensor] = {}
 
     def take_back(name: str, gradient: Tensor) -> None:
         dense, votes = gradient.to_dense() if gradient.is_sparse else gradient, trial[name]
         votes.add_(dense.sign().to(votes.dtype))
-        size = dense.abs()
-        if size.numel():
-            votes[size <= torch.maximum(of_all * scale, of_tensor * size.max())] = MEANINGLESS
+        if dense.numel():
+            size = dense.abs()
+            highest = size.max()
+            votes.masked_fill_(size <= of_tensor * highest, MEANINGLESS)
+            largest[name] = torch.maximum(largest.get(name, highest), highest)
 
     with folding(trial.parameters, take_back):
         for sample in samples(batch):
             backward(loss, model, sample)
-    wrong = {}
+    heights = {name: float(height) for name, height in largest.items()}
+    scale, wrong = max(heights.values(), default=0.0), {}
     for name, rest in trial.items():
+        if heights.get(name, scale) <= of_all * scale:
+            continue
         told = rest < MEANINGLESS // 2
         count = int(told.sum())
         share = float((told & (rest != 0)).sum()) / max(count, 1)
@@ -78,20 +83,6 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
         if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
             wrong[name] = share
     return wrong
-
-
-def _largest_gradient(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> Tensor:
-    """Of the first sample, over all weights."""
-    found = [torch.zeros((), dtype=torch.float64)]
-
-    def look(name: str, gradient: Tensor) -> None:
-        values = gradient.to_dense() if gradient.is_sparse else gradient
-        if values.numel():
-            found.append(values.abs().max().double().cpu())
-
-    with folding(trial.parameters, look):
-        backward(loss, model, next(samples(batch)))
-    return torch.stack(found).max().to(trial.device)
 
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
