@@ -76,7 +76,7 @@ def keep_index(
 ) -> OldIndex:
     """Learn the map on the examples' texts, and measure on `test` what it keeps. Both models come back as they were."""
     texts = list(dict.fromkeys(text for example in examples for text in texts_of(example)))
-    refuse_equal([text for _, text in texts], "to learn a map from")
+    refuse_equal([text for example in examples for _, text in texts_of(example)], "to learn a map from")
     if len(texts) < FEWEST:
         raise DataError(f"--keep-index learns a map from texts, and there are {len(texts)}: give {FEWEST} or more.")
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()[:MOST]

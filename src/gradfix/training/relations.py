@@ -164,7 +164,7 @@ def lesson_for(
     known = list(dict.fromkeys(text for example in examples for text in texts_of(example)))
     spare = list(dict.fromkeys(text for example in unlabelled for text in texts_of(example)))
     spare = [text for text in spare if text not in set(known)]
-    refuse_equal([text for _, text in (*known, *spare)], "to relate it to")
+    refuse_equal([text for example in (*examples, *unlabelled) for _, text in texts_of(example)], "to relate it to")
     order = torch.randperm(len(spare), generator=torch.Generator().manual_seed(seed)).tolist()
     texts = [spare[place] for place in order[: recipe.pool]]
     if len(texts) + len(known) < ENOUGH:
