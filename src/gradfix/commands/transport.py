@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.folder import device_name
-from gradfix.checkpoints.identity import check_probe, is_target
 from gradfix.checkpoints.names import name_map
-from gradfix.checkpoints.open import Checkpoint, open_checkpoint
+from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart, refuse_odd_task
@@ -36,8 +35,8 @@ from gradfix.commands.setting import (
 )
 from gradfix.commands.telling import Telling
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
-from gradfix.commands.vote import on_disk
-from gradfix.errors import DataError, GradfixError, IncompatibleCheckpoints, UsageError
+from gradfix.commands.vote import on_disk, require_target
+from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.methods.changed import changed_examples
 from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.opening import (
@@ -109,15 +108,6 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
             stage("checking that the fine-tune beats its base")
             refuse_swapped(config, start, shots, trio)
         return _Transport(wanted, trio, start, shots, stage).run(verdict)
-
-
-def require_target(votes: SignVotes, target: Checkpoint) -> None:
-    """Votes belong to one target: refuse them on another, by probe or by hash."""
-    check_probe(votes.probe, target)
-    if votes.target_hash is not None and not is_target(votes.target_hash, target):
-        raise IncompatibleCheckpoints(
-            f"the votes were taken on other weights than {target}. Vote again on this target."
-        )
 
 
 def nothing_of(bound: Bound) -> TaskVector:

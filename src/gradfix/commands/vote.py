@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from gradfix.checkpoints.folder import device_name, versions
-from gradfix.checkpoints.identity import target_fingerprint
+from gradfix.checkpoints.identity import check_probe, is_target, target_fingerprint
 from gradfix.checkpoints.names import NameMap
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
@@ -26,7 +26,7 @@ from gradfix.commands.guard import guard_outputs, halving_batches, in_notes
 from gradfix.commands.setting import Prepared, device_of, draw, setting
 from gradfix.data import Row
 from gradfix.data.rows import exact_hash
-from gradfix.errors import OutputError, UsageError
+from gradfix.errors import IncompatibleCheckpoints, OutputError, UsageError
 from gradfix.system.processes import Group, Step, in_processes, joined, launched, report, together
 from gradfix.tasks.base import Bound, Task
 from gradfix.vectors.signvotes import SignVotes, votes_to_disk
@@ -316,3 +316,12 @@ def plan_vote(config: VoteConfig) -> str:
     shots = draw(setting(config), config, base=config.base)
     target = open_checkpoint(config.target)
     return f"would ask {target} about {len(shots.fewshot)} examples and write the votes to {config.out}"
+
+
+def require_target(votes: SignVotes, target: Checkpoint) -> None:
+    """Votes belong to one target: refuse them on another, by probe or by hash."""
+    check_probe(votes.probe, target)
+    if votes.target_hash is not None and not is_target(votes.target_hash, target):
+        raise IncompatibleCheckpoints(
+            f"the votes were taken on other weights than {target}. Vote again on this target."
+        )

@@ -72,7 +72,7 @@ class Relations:
 
 
 @dataclass(frozen=True)
-class Learned:
+class Related:
     """The update, where it started and what it took; `best` makes its result of it."""
 
     update: TaskVector
@@ -120,7 +120,7 @@ def learn_relations(
     old: Old | None,
     recipe: Teaching,
     seed: int,
-) -> Learned:
+) -> Related:
     """The update that makes the target relate texts as the tuned old model does; the model is left as it was."""
     how = Relating()
     lesson = lesson_for(bound, teacher, examples, unlabelled, recipe, seed)
@@ -149,7 +149,7 @@ def learn_relations(
     read = len(lesson) * 2  # once by the teacher, once by the student before its first step
     forward = passes + read + looked + sum(one.passes for one in tried)
     work += Work(forward=forward, backward=passes, steps=how.steps, vectors=walked)
-    return Learned(update, start, tried, work, {**told, "rate": size, "steps": how.steps, "asked": len(lesson)})
+    return Related(update, start, tried, work, {**told, "rate": size, "steps": how.steps, "asked": len(lesson)})
 
 
 def lesson_for(
