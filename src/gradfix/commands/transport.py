@@ -158,8 +158,7 @@ class _Transport:
 
     def _trial(self) -> Trial:
         """One target, one vector, one few-shot set: the ground on which compare would judge the method."""
-        config, shots = self.config, self.shots
-        speech = self.telling.speech
+        config, shots, speech = self.config, self.shots, self.telling.speech
         low = factors_of(self.trio, self.bound) if self.telling.by_lora and self.wanted.name == DEFAULT else None
         tau = low or vector_of(self.trio, config.align if self.wanted.masked is None else "none")
         if not config.force:
