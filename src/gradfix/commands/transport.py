@@ -150,16 +150,12 @@ class _Transport:
 
     def _trial(self) -> Trial:
         """One target, one vector, one few-shot set: the ground on which compare would judge the method."""
-        config, shots = self.config, self.shots
-        speech = self.telling.speech
+        config, shots, speech = self.config, self.shots, self.telling.speech
         low = factors_of(self.trio, self.bound) if self.telling.by_lora and self.wanted.name == DEFAULT else None
         tau = low or vector_of(self.trio, config.align if self.wanted.masked is None else "none")
         if not config.force:
-            stored = tau if low is None else low.renamed(self.names.renamed)
-            check_descent(stored, self.trio.base, self.trio.tuned)
-        unlabelled = None
-        if config.unlabelled:
-            unlabelled = unseen_unlabelled(config, shots.test)
+            check_descent(low.renamed(self.names.renamed) if low else tau, self.trio.base, self.trio.tuned)
+        unlabelled = unseen_unlabelled(config, shots.test) if config.unlabelled else None
         trial = Trial(
             self.bound, tau if self.trio.apart is None else None,
             Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
@@ -197,10 +193,10 @@ class _Transport:
     def _finish(self, trial: Trial, outcome: Outcome) -> TransportResult:
         config, alpha = self.config, outcome.alpha
         update = outcome.update if outcome.update is not None else nothing_of(self.bound)
-        adapter = None
-        if outcome.adapter is not None and config.out_lora is not None:
-            adapter = outcome.adapter
-        elif config.out_lora is not None:  # from here on, what is measured is what the adapter will do
+        adapter = outcome.adapter if config.out_lora is not None else None
+        if (
+            config.out_lora is not None and adapter is None
+        ):  # from here on, what is measured is what the adapter will do
             saved = self._heads() | self._uncalled(update)
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=saved)
             update = adapter.approximated
@@ -236,8 +232,7 @@ class _Transport:
         report = None
         writes = not config.dry_run and current().leads
         if writes:
-            made = adapter is not None and adapter is not outcome.adapter
-            look = self._read_back(trial, measured, made, kept)
+            look = self._read_back(trial, measured, adapter is not None and outcome.adapter is None, kept)
             with sharing(ALONE):
                 report = self._timed("writing", lambda: self._write(update, outcome, measured, adapter, look))
             self.partials.forget()

@@ -31,8 +31,7 @@ from gradfix.stream.checkpoint import Output, StreamReport
 from gradfix.vectors.taskvector import TaskVector
 
 LEAST_ENERGY = 0.25
-EXACT_BELOW = 512  # up to this many rows or columns the full decomposition is as quick
-OVERSAMPLED = 16
+EXACT_BELOW, OVERSAMPLED = 512, 16  # up to so many rows or columns the full decomposition is as quick
 NOTHING = "the update is zero: there is nothing to put into an adapter."
 LINEAR, TURNED, TABLE, CONVOLUTION = "linear", "conv1d", "embedding", "convolution"
 
@@ -111,7 +110,7 @@ def lora_from_update(
     if everything == 0:
         raise UnsafeResult(NOTHING)
     energy = {name: 1 - lost[name] / total[name] for name in factors}
-    dropped = {name: total[name] / everything for name in total if total[name] and name not in factors and name not in kept}  # fmt: skip
+    dropped = {name: total[name] / everything for name in total if total[name] and name not in {*factors, *kept}}
     shapes = {name: tensor.shape for name, tensor in update.items()}
     return LoraResult(rank, factors, energy, 1 - sum(lost.values()) / everything, shapes, kept, dropped)
 
@@ -265,8 +264,8 @@ def save_lora(
 
 def _size(result: LoraResult, model: nn.Module) -> float:
     """The update's norm beside that of the weights it changes."""
-    size = sum(float(p.detach().double().square().sum()) for n, p in model.named_parameters() if n in result.shapes)
-    whole = sum(float(tensor.double().square().sum()) for tensor in result.whole.values())
+    weights = (p.detach() for n, p in model.named_parameters() if n in result.shapes)
+    size, whole = (sum(float(t.double().square().sum()) for t in some) for some in (weights, result.whole.values()))
     return float(((factored_norm(result.factors) ** 2 + whole) / size) ** 0.5) if size else 0.0
 
 

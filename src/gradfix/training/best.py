@@ -25,7 +25,7 @@ from gradfix.tasks.reading import speaks
 from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
 from gradfix.training.costs import Work
 from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
-from gradfix.training.free_text import Learned, asked_of, learn
+from gradfix.training.free_text import Taught, asked_of, learn
 from gradfix.training.relations import learn_relations
 from gradfix.training.remix import remix, splice_words
 from gradfix.training.starts import (
@@ -172,7 +172,7 @@ def _by_relations(
     return Best(found.update, verdict, found.start.alpha, found.start.name, parts, found.work, seconds)
 
 
-def spoken(found: Learned) -> Best:
+def spoken(found: Taught) -> Best:
     """What was learned of free text, told as the recipe tells it."""
     start = found.start
     verdict = "taught" if start.name == NONE else "transported"

@@ -73,7 +73,7 @@ def _fits(bound: Bound) -> bool:
 
 
 @dataclass(frozen=True)
-class Learned:
+class Taught:
     """What the lessons came to; `adapter` is the trained one where it is all there is to the update."""
 
     update: TaskVector
@@ -135,7 +135,7 @@ def learn(
     old: Old | None = None,
     speech: Speech | None = None,
     seed: int = 0,
-) -> Learned:
+) -> Taught:
     """One update for `bound.model`, which is left as it was; without a teacher the labelled answers alone teach."""
     speech, began = speech or Speech(), time.perf_counter()
     recipe = speech.imitation
@@ -160,7 +160,7 @@ def learn(
         "asked": 0 if said is None else said.asked, "divergence": found.value,
         **({"shown": list(said.shown)} if said is not None and said.shown else {}),
     }  # fmt: skip
-    return Learned(found.update, start, tried, parts, work, found.adapter, time.perf_counter() - began)
+    return Taught(found.update, start, tried, parts, work, found.adapter, time.perf_counter() - began)
 
 
 def _course(
