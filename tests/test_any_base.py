@@ -17,6 +17,7 @@ from gradfix.commands.inspect import run_inspect
 from gradfix.commands.transport import run_transport
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.comparison import compare
+from gradfix.tasks.classification import Classification
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
 from tests.adapters import load, train_adapter
@@ -150,3 +151,69 @@ def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
     run_transport(replace(config, tuned=str(tmp_path / "adapter")))
     manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
     assert "coordinates" in manifest["details"]["starts"]
+
+
+@pytest.fixture(scope="module")
+def classifier(world: Path) -> Path:
+    """A fine-tune with a head that its bare base does not have."""
+    bound = Classification(LABELS, new_head=0).open(world / "base")
+    finetune(bound, toy_texts(60, 1), steps=40, batch_size=16, lr=3e-3)
+    bound.model.save_pretrained(world / "classifier")
+    bound.save_extras(world / "classifier")
+    save_tokenizer(world / "classifier", "[CLS]", "[SEP]")
+    return world / "classifier"
+
+
+def headed(world: Path, classifier: Path, target: str, out: Path, **options: Any) -> TransportConfig:
+    config = asked(world, target, out, task="classification", head="copy", max_length=24, **options)
+    return replace(config, tuned=str(classifier))
+
+
+def right(folder: Path) -> float:
+    model, read = (kind.from_pretrained(folder) for kind in (hf.AutoModelForSequenceClassification, hf.AutoTokenizer))
+    rows = toy_texts(40, 3)
+    with torch.no_grad():
+        found = model(**read([row["text"] for row in rows], return_tensors="pt", padding=True)).logits.argmax(-1)
+    return 2.5 * sum(model.config.id2label[int(i)] == row["label"] for i, row in zip(found, rows, strict=True))
+
+
+@pytest.mark.parametrize("target", ["deeper", "wider", "modern"])
+def test_a_head_that_fits_is_copied_and_another_is_made_and_taught(
+    world: Path, classifier: Path, tmp_path: Path, target: str
+) -> None:
+    result = run_transport(headed(world, classifier, target, tmp_path / "out", method="best"))
+    assert result.test_after is not None and result.test_after["accuracy"] == right(tmp_path / "out") > 90
+    fates = json.loads((tmp_path / "out" / "gradfix.json").read_text())["tensors"]
+    fits = target == "deeper"
+    assert any("A new head is put on" in note for note in result.notes) != fits
+    assert ("copied from the fine-tune" in fates["classifier.weight"]["reason"]) == fits
+    assert ("a new head" in fates["classifier.weight"]["reason"]) != fits
+
+
+def test_a_targets_own_head_stays_where_the_tuned_one_does_not_fit(
+    world: Path, classifier: Path, tmp_path: Path
+) -> None:
+    bound = Classification(LABELS, new_head=5).open(world / "wider")
+    bound.model.save_pretrained(tmp_path / "own")
+    save_tokenizer(tmp_path / "own", "[CLS]", "[SEP]")
+    config = replace(headed(world, classifier, "wider", tmp_path / "out", method="best"), target=str(tmp_path / "own"))
+    result = run_transport(config)
+    assert any("the target's own stays" in note for note in result.notes)
+    assert result.test_after is not None and result.test_after["accuracy"] == right(tmp_path / "out")
+
+
+def test_a_new_head_goes_into_an_adapter_and_into_a_comparison(world: Path, classifier: Path, tmp_path: Path) -> None:
+    run_transport(headed(world, classifier, "wider", tmp_path / "out", method="best", out_lora=4))
+    assert "classifier" in json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"]
+    results = compare(
+        base=world / "base", tuned=classifier, target=world / "wider", data=world / "data", task="classification",
+        head="copy", methods=["zero_shot"], shots=[2], validation="none", finetune=False,
+        task_options={"max_length": 24},
+    )  # fmt: skip
+    assert any("A new head is put on" in note for note in results.notes)
+
+
+def test_without_a_word_about_the_head_nothing_is_moved(world: Path, classifier: Path, tmp_path: Path) -> None:
+    config = replace(headed(world, classifier, "wider", tmp_path / "out", method="best"), head="error")
+    with pytest.raises(IncompatibleCheckpoints, match="Choose --head copy"):
+        run_transport(config)

@@ -15,8 +15,9 @@ from gradfix.commands.setting import NO_VALIDATION, device_of, make_task, read_d
 from gradfix.data import Dataset, Row, few_shot
 from gradfix.errors import CorruptInput, GradfixError
 from gradfix.methods.comparison import compare
+from gradfix.methods.headed import open_target
 from gradfix.methods.methods import METHODS
-from gradfix.methods.opening import open_target, read_splits, refuse_itself, vector_of
+from gradfix.methods.opening import read_splits, refuse_itself, vector_of
 from gradfix.methods.results import Results
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
