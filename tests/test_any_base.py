@@ -17,6 +17,8 @@ from gradfix.commands.inspect import run_inspect
 from gradfix.commands.transport import run_transport
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.comparison import compare
+from gradfix.methods.results import Results
+from gradfix.report import to_markdown, write_report
 from gradfix.tasks.classification import Classification
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
@@ -217,3 +219,48 @@ def test_without_a_word_about_the_head_nothing_is_moved(world: Path, classifier:
     config = replace(headed(world, classifier, "wider", tmp_path / "out", method="best"), head="error")
     with pytest.raises(IncompatibleCheckpoints, match="Choose --head copy"):
         run_transport(config)
+
+
+def compared(world: Path, **options: Any) -> Results:
+    return compare(**{
+        "base": world / "base", "tuned": world / "tuned", "target": world / "same", "data": world / "data",
+        "task": "zero-shot", "shots": [0], "unlabelled": str(world / "more.jsonl"), "finetune": False,
+        "methods": ["naive", "gradfix", "bico", "best"], "task_options": {"max_length": 24}, **options,
+    })  # fmt: skip
+
+
+def test_no_labels_leave_the_methods_that_need_none(world: Path, tmp_path: Path) -> None:
+    results = compared(world)
+    assert [row["method"] for row in results.rows] == ["zero_shot", "bico", "best"]
+    assert any("without labels naive, gradfix cannot run" in note for note in results.notes)
+    rows = {row["method"]: row for row in results.rows}
+    assert {row["regime"] for row in results.rows} == {"answers"} and {row["samples"] for row in results.rows} == {0}
+    assert rows["best"]["accuracy"] > rows["zero_shot"]["accuracy"]
+    assert rows["best"]["validation_accuracy"] > rows["zero_shot"]["validation_accuracy"]
+    assert results.verdict["method"] == "best"
+    assert "the old fine-tune's answers to the unlabelled inputs" in results.verdict["text"]
+    results.save(tmp_path / "found.json")
+    assert "0 labelled examples per class" in to_markdown(Results.load(tmp_path / "found.json"))
+    assert "chosen by the old fine-tune" in write_report(results, tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_what_was_compared_without_labels_is_what_ships(world: Path, tmp_path: Path) -> None:
+    more = str(world / "more.jsonl")
+    config = asked(world, "same", tmp_path / "out", method="best", shots=0, unlabelled=more, max_length=24)
+    result, (row,) = run_transport(config), [r for r in compared(world).rows if r["method"] == "best"]
+    assert result.test_after is not None and result.test_after["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
+
+
+def test_budgets_with_and_without_labels_stand_side_by_side(world: Path) -> None:
+    results = compared(world, shots=[0, 2], methods=["one_step", "bico"], target=world / "wider")
+    found = [(row["shots"], row["method"], row["regime"]) for row in results.rows]
+    assert found == [
+        (0, "zero_shot", "answers"), (0, "bico", "answers"),
+        (2, "zero_shot", "few_shot"), (2, "one_step", "few_shot"), (2, "bico", "few_shot"),
+    ]  # fmt: skip
+    assert results.verdict["shots"] == 2
+
+
+def test_no_labels_want_inputs_to_ask_about(world: Path) -> None:
+    with pytest.raises(UsageError, match="0 examples per class need unlabelled inputs"):
+        compared(world, unlabelled=None)
