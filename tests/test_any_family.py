@@ -222,7 +222,7 @@ def test_one_command_crosses_families(
         TransportConfig(
             base=str(world / source), tuned=str(world / f"{source}-tuned"), target=str(world / target),
             data=str(world / "data"), out=str(tmp_path / "out"), task=what.task, method=method, shots=2, device="cpu",
-            force=True, check=False, max_length=None if what.images else 24,
+            force=True, check=False, max_length=None if what.images else 16,
         )
     )  # fmt: skip
     assert result.test_before is not None and result.test_after is not None
