@@ -172,6 +172,7 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
         if trio.apart is not None:
             found.correspondence = _answering(opened["base"], target)
             found.notes.append(f"another shape: {trio.apart}. {ACROSS}")
+            found.notes.append("between the target's weights and the others' nothing was measured")
         else:
             found.plan = {
                 "transported": len(trio.moved),
