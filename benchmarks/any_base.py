@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -24,13 +24,20 @@ from typing import Any
 
 from benchmarks.parts import in_parallel
 
-TWELVE, SIX = ("e5-l12", "gte-l12"), "minilm-l6"
+TWELVE, SIX, NARROW = ("e5-l12", "gte-l12"), "minilm-l6", "minilm-w256"
 GROUPS = {
     "unrelated": [TWELVE, TWELVE[::-1]],
     "deeper": [(SIX, other) for other in TWELVE],
     "shallower": [(other, SIX) for other in TWELVE],
     "related": [(SIX, "gte-l6"), ("gte-l6", SIX)],
 }
+OTHER_WIDTH = {  # `benchmarks.other_width` makes the narrow encoder first
+    "narrower": [(SIX, NARROW)],
+    "wider": [(NARROW, SIX)],
+    "narrower and shallower": [(other, NARROW) for other in TWELVE],
+    "wider and deeper": [(NARROW, other) for other in TWELVE],
+}
+PAIRS = GROUPS | OTHER_WIDTH
 TASKS = ("movie", "amazon", "tweets", "banking")
 MANY = "banking"  # 77 classes: other budgets
 METHODS = ("best", "bico")
@@ -38,7 +45,7 @@ REAL = 500
 RESULTS = Path(__file__).parent / "results" / "any_base.json"
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fieldtest", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("any-base-work"))
@@ -56,7 +63,7 @@ def main() -> None:
     parser.add_argument("--began", type=float, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.began = args.began or time.time()
     if args.part:
         run_part(args)
@@ -66,7 +73,7 @@ def main() -> None:
     many = ("shots", "many_shots", "seeds", "methods", "inputs")
     shared: list[object] = [word for name in names for word in (f"--{name}", getattr(args, name))]
     shared += [word for name in many for word in (f"--{name.replace('_', '-')}", *map(str, getattr(args, name)))]
-    pairs = [pair for group in args.groups for pair in GROUPS[group]]
+    pairs = [pair for group in args.groups for pair in PAIRS[group]]
     models = dict.fromkeys(model for pair in pairs for model in pair)
     for model in models:
         folder_of(args, model)
@@ -208,7 +215,7 @@ def shares(row: dict[str, Any], figures: dict[str, float]) -> dict[str, float]:
 
 def summary(rows: list[dict[str, Any]], banking: bool = False) -> dict[str, Any]:
     """Mean share (and cost and time beside a full fine-tune) by group, inputs, budget and method."""
-    group = {pair: name for name, pairs in GROUPS.items() for pair in pairs}
+    group = {pair: name for name, pairs in PAIRS.items() for pair in pairs}
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if (row["task"] == MANY) == banking:

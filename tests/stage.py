@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from gradfix.cli import run
-from tests.tiny import rewrite_tokenizer, save_tiny, toy_images, toy_texts, toy_topics, write_rows
+from tests.tiny import (
+    VOCAB,
+    rewrite_tokenizer,
+    save_tiny,
+    save_tokenizer,
+    toy_images,
+    toy_texts,
+    toy_topics,
+    write_rows,
+)
 
 SPLITS = (("train", 48, 1), ("validation", 12, 2), ("test", 12, 3))
 Build = Callable[[Path], None]
@@ -122,6 +131,24 @@ def without(rows: list[dict[str, str]], folder: Path) -> list[dict[str, str]]:
     """The rows whose texts no file of the folder has."""
     known = "".join(path.read_text() for path in folder.glob("*.jsonl")) if folder.is_dir() else ""
     return [row for row in rows if json.dumps(row["text"]) not in known]
+
+
+@_setup("any-base")
+def _any_base(home: Path) -> None:
+    """A BERT and a fine-tune of it with and without a head; a new base of another family, wider and deeper."""
+    import torch
+    from transformers import ModernBertConfig, ModernBertModel
+
+    _bert_zero_shot(home)
+    tune(home / "bert-old", home / "bert-old-classifier", home / "reviews", "classification", "--new-head")
+    torch.manual_seed(1)
+    config = ModernBertConfig(
+        vocab_size=len(VOCAB), hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        pad_token_id=0, cls_token_id=4, sep_token_id=5, bos_token_id=2, eos_token_id=3, initializer_range=0.1,
+    )  # fmt: skip
+    ModernBertModel(config).save_pretrained(home / "modern")
+    save_tokenizer(home / "modern", "[CLS]", "[SEP]", model_max_length=32)
+    write_rows(home, "more", [{"text": row["text"]} for row in toy_texts(40, 9)])
 
 
 @_setup("merge")

@@ -20,6 +20,9 @@ from gradfix.commands.transport import run_transport
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.merging.recipes import MergeRecipe, load_recipe
 from gradfix.methods.comparison import compare
+from gradfix.methods.results import Results
+from gradfix.report import to_markdown, write_report
+from gradfix.tasks.classification import Classification
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
 from tests.adapters import load, train_adapter
@@ -181,3 +184,114 @@ def test_vectors_of_other_shapes_are_merged_onto_one_target(world: Path, tmp_pat
     del other["data"]
     with pytest.raises(IncompatibleCheckpoints, match="another shape .* Give this vector `data`"):
         run_merge(MergeRecipe(**{**recipe, "vectors": (own, other), "order": None}), overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def classifier(world: Path) -> Path:
+    """A fine-tune with a head that its bare base does not have."""
+    bound = Classification(LABELS, new_head=0).open(world / "base")
+    finetune(bound, toy_texts(60, 1), steps=40, batch_size=16, lr=3e-3)
+    bound.model.save_pretrained(world / "classifier")
+    bound.save_extras(world / "classifier")
+    save_tokenizer(world / "classifier", "[CLS]", "[SEP]")
+    return world / "classifier"
+
+
+def headed(world: Path, classifier: Path, target: str, out: Path, **options: Any) -> TransportConfig:
+    config = asked(world, target, out, task="classification", head="copy", max_length=24, **options)
+    return replace(config, tuned=str(classifier))
+
+
+def right(folder: Path) -> float:
+    model, read = (kind.from_pretrained(folder) for kind in (hf.AutoModelForSequenceClassification, hf.AutoTokenizer))
+    rows = toy_texts(40, 3)
+    with torch.no_grad():
+        found = model(**read([row["text"] for row in rows], return_tensors="pt", padding=True)).logits.argmax(-1)
+    return 2.5 * sum(model.config.id2label[int(i)] == row["label"] for i, row in zip(found, rows, strict=True))
+
+
+@pytest.mark.parametrize("target", ["deeper", "wider", "modern"])
+def test_a_head_that_fits_is_copied_and_another_is_made_and_taught(
+    world: Path, classifier: Path, tmp_path: Path, target: str
+) -> None:
+    result = run_transport(headed(world, classifier, target, tmp_path / "out", method="best"))
+    assert result.test_after is not None and result.test_after["accuracy"] == right(tmp_path / "out") > 90
+    fates = json.loads((tmp_path / "out" / "gradfix.json").read_text())["tensors"]
+    fits = target == "deeper"
+    assert any("A new head is put on" in note for note in result.notes) != fits
+    assert ("copied from the fine-tune" in fates["classifier.weight"]["reason"]) == fits
+    assert ("a new head" in fates["classifier.weight"]["reason"]) != fits
+
+
+def test_a_targets_own_head_stays_where_the_tuned_one_does_not_fit(
+    world: Path, classifier: Path, tmp_path: Path
+) -> None:
+    bound = Classification(LABELS, new_head=5).open(world / "wider")
+    bound.model.save_pretrained(tmp_path / "own")
+    save_tokenizer(tmp_path / "own", "[CLS]", "[SEP]")
+    config = replace(headed(world, classifier, "wider", tmp_path / "out", method="best"), target=str(tmp_path / "own"))
+    result = run_transport(config)
+    assert any("the target's own stays" in note for note in result.notes)
+    assert result.test_after is not None and result.test_after["accuracy"] == right(tmp_path / "out")
+
+
+def test_a_new_head_goes_into_an_adapter_and_into_a_comparison(world: Path, classifier: Path, tmp_path: Path) -> None:
+    run_transport(headed(world, classifier, "wider", tmp_path / "out", method="best", out_lora=4))
+    assert "classifier" in json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"]
+    results = compare(
+        base=world / "base", tuned=classifier, target=world / "wider", data=world / "data", task="classification",
+        head="copy", methods=["zero_shot"], shots=[2], validation="none", finetune=False,
+        task_options={"max_length": 24},
+    )  # fmt: skip
+    assert any("A new head is put on" in note for note in results.notes)
+
+
+def test_without_a_word_about_the_head_nothing_is_moved(world: Path, classifier: Path, tmp_path: Path) -> None:
+    config = replace(headed(world, classifier, "wider", tmp_path / "out", method="best"), head="error")
+    with pytest.raises(IncompatibleCheckpoints, match="Choose --head copy"):
+        run_transport(config)
+
+
+def compared(world: Path, **options: Any) -> Results:
+    return compare(**{
+        "base": world / "base", "tuned": world / "tuned", "target": world / "same", "data": world / "data",
+        "task": "zero-shot", "shots": [0], "unlabelled": str(world / "more.jsonl"), "finetune": False,
+        "methods": ["naive", "gradfix", "bico", "best"], "task_options": {"max_length": 24}, **options,
+    })  # fmt: skip
+
+
+def test_no_labels_leave_the_methods_that_need_none(world: Path, tmp_path: Path) -> None:
+    results = compared(world)
+    assert [row["method"] for row in results.rows] == ["zero_shot", "bico", "best"]
+    assert any("without labels naive, gradfix cannot run" in note for note in results.notes)
+    rows = {row["method"]: row for row in results.rows}
+    assert {row["regime"] for row in results.rows} == {"answers"} and {row["samples"] for row in results.rows} == {0}
+    assert rows["best"]["accuracy"] > rows["zero_shot"]["accuracy"]
+    assert rows["best"]["validation_accuracy"] > rows["zero_shot"]["validation_accuracy"]
+    assert results.verdict["method"] == "best"
+    assert "the old fine-tune's answers to the unlabelled inputs" in results.verdict["text"]
+    results.save(tmp_path / "found.json")
+    assert "0 labelled examples per class" in to_markdown(Results.load(tmp_path / "found.json"))
+    assert "chosen by the old fine-tune" in write_report(results, tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_what_was_compared_without_labels_is_what_ships(world: Path, tmp_path: Path) -> None:
+    more = str(world / "more.jsonl")
+    config = asked(world, "same", tmp_path / "out", method="best", shots=0, unlabelled=more, max_length=24)
+    result, (row,) = run_transport(config), [r for r in compared(world).rows if r["method"] == "best"]
+    assert result.test_after is not None and result.test_after["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
+
+
+def test_budgets_with_and_without_labels_stand_side_by_side(world: Path) -> None:
+    results = compared(world, shots=[0, 2], methods=["one_step", "bico"], target=world / "wider")
+    found = [(row["shots"], row["method"], row["regime"]) for row in results.rows]
+    assert found == [
+        (0, "zero_shot", "answers"), (0, "bico", "answers"),
+        (2, "zero_shot", "few_shot"), (2, "one_step", "few_shot"), (2, "bico", "few_shot"),
+    ]  # fmt: skip
+    assert results.verdict["shots"] == 2
+
+
+def test_no_labels_want_inputs_to_ask_about(world: Path) -> None:
+    with pytest.raises(UsageError, match="0 examples per class need unlabelled inputs"):
+        compared(world, unlabelled=None)

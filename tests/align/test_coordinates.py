@@ -219,6 +219,14 @@ def test_patches_of_two_sizes_meet_on_one_grid():
     assert torch.equal(second, coarse.flatten(0, 1))
 
 
+def test_registers_are_no_patches():
+    picture = {"pixel_values": torch.empty(2, 3, 16, 16)}
+    plain, registers = torch.randn(2, 5, 3), torch.randn(2, 9, 3)  # one class token; and four registers beside it
+    first, second = side_by_side(plain, registers, (picture, picture))
+    assert torch.equal(first, plain.flatten(0, 1))
+    assert torch.equal(second, registers[:, [0, 5, 6, 7, 8]].flatten(0, 1))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_polar_never_runs_away(seed):
     """A strong direction that a vector of ones does not see, as the gradients in front of a layer norm have it."""

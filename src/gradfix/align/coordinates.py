@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table
+from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table, is_output_table
 from gradfix.align.pairing import side_by_side
 from gradfix.align.roles import Part
 from gradfix.errors import DataError, UsageError
@@ -29,7 +29,6 @@ Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Any], Tensor]
 MEMORY = 4 << 30  # bytes for the products of one group of layers
 SHARED = {"k": "q", "v": "q", "up": "gate", "cross.v": "cross.k"}  # roles that read the same input
-LAST = ("lm_head", "embed_out", "predictions.decoder")
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ class _Work:
 
     def _turn(self, pair: LinearPair, inside: Tensor, outside: Tensor) -> None:
         source, target = pair.source, pair.target
-        if target.tower != "vision" and self.first is None and target.role in ("q", "qkv"):
+        if target.tower != "vision" and self.first is None and target.role in ("q", "mixed"):
             self.first = inside
         if target.tower != "vision" and target.role == "down":
             self.last = outside
@@ -319,7 +318,7 @@ class _Work:
                 self._place_table(table)
 
     def _place_table(self, table: Table) -> None:
-        turn = self.last if any(name in table.target for name in LAST) else self.first
+        turn = self.last if is_output_table(table.target) else self.first
         into = self.found[table.target]
         change = self.tau[table.source]
         places = self.rows.get(table.target)

@@ -20,6 +20,13 @@ from gradfix.align.roles import Anatomy, Part, Shapes, anatomy, read
 from gradfix.checkpoints.matched import TOKEN_TABLE
 from gradfix.errors import IncompatibleCheckpoints
 
+OUTPUT_TABLES = ("lm_head", "embed_out", "predictions.decoder")
+
+
+def is_output_table(name: str) -> bool:
+    """Whether a token table turns states into scores, at the model's end, and not tokens into states."""
+    return any(part in name for part in OUTPUT_TABLES)
+
 
 @dataclass(frozen=True)
 class LinearPair:
@@ -168,16 +175,18 @@ def correspond(
         found.pair_tower(tower, source)
     if not (ours.depths or theirs.depths):
         found.pair_by_name()
-    found.pair_tables(base_tokens, target_tokens)
+    found.pair_tables(base_tokens, target_tokens, tied=bool((base_config or {}).get("tie_word_embeddings")))
     found.pair_rest()
     return found.result()
 
 
 def _towers(base: Anatomy, target: Anatomy) -> dict[str, str]:
-    """The target's towers and the base's tower for each: by name, or the only one on both sides."""
-    if len(base.depths) == len(target.depths) == 1:
-        return {next(iter(target.depths)): next(iter(base.depths))}
-    return {tower: tower for tower in target.depths if tower in base.depths}
+    """The target's towers and the base's tower for each: by name, or the only one left on both sides."""
+    found = {tower: tower for tower in target.depths if tower in base.depths}
+    rest = [[tower for tower in side.depths if tower not in found] for side in (target, base)]
+    if len(rest[0]) == len(rest[1]) == 1:
+        found[rest[0][0]] = rest[1][0]
+    return found
 
 
 class _Pairing:
@@ -218,14 +227,17 @@ class _Pairing:
         self.done.update(targets)
         self.used.update(sources)
 
-    def pair_tables(self, before: Mapping[str, int] | None, after: Mapping[str, int] | None) -> None:
-        """Tables of both sides in the order of their names; every one of them has one row per token."""
+    def pair_tables(self, before: Mapping[str, int] | None, after: Mapping[str, int] | None, tied: bool) -> None:
+        """Tables by name, else by the end of the model they stand at; every one of them has one row per token.
+
+        One that the base ties to its embedding is that embedding."""
         ours = [n for n in self.base if TOKEN_TABLE.search(n) and len(self.base[n]) == 2]
         theirs = [n for n in self.target if TOKEN_TABLE.search(n) and len(self.target[n]) == 2]
         for name in theirs:
-            twin = name if name in ours else (ours[0] if len(ours) == len(theirs) == 1 else None)
-            if twin is None:
+            alike = [n for n in ours if is_output_table(n) == is_output_table(name)] or (ours if tied else [])
+            if not alike:
                 continue
+            twin = name if name in ours else alike[0]
             rows = self.target[name][0]
             if before is not None and after is not None:
                 known = sum(1 for token, row in after.items() if row < rows and token in before)
@@ -255,7 +267,7 @@ class _Pairing:
                 twin, scale = name.replace(f".{layer}.", f".{source[1]}.", 1), source[2]
             if twin not in self.base:
                 self.nothing.append(Nothing(name, "target", "no weight of this role in the base"))
-            elif tuple(self.base[twin]) != tuple(shape):
+            elif tuple(self.base[twin]) != tuple(shape) or self._weightless(name, twin):
                 self.nothing.append(Nothing(name, "target", "another shape, and no linear map of a block"))
                 self.used.add(twin)
                 self.nothing.append(Nothing(twin, "base", "another shape, and no linear map of a block"))
@@ -263,13 +275,19 @@ class _Pairing:
                 self.same.append(Same(name, twin, scale))
                 self.used.add(twin)
 
+    def _weightless(self, name: str, twin: str) -> bool:
+        """A bias whose weight stays behind, such as that of a head of another width: it means nothing alone."""
+        weights = [
+            side.get(bias.removesuffix("bias") + "weight") for side, bias in ((self.target, name), (self.base, twin))
+        ]
+        return name.endswith(".bias") and tuple(weights[0] or ()) != tuple(weights[1] or ())
+
     def result(self) -> Correspondence:
+        feeding = {(tower, layer) for tower, layer, _ in self.sources.values()}
         for name in self.base:
             if name not in self.used:
                 place = read(name)
-                skipped = place is not None and place[1] not in {
-                    j for tower, pairs in self.layers.items() for _, j in pairs
-                }
+                skipped = place is not None and place[:2] not in feeding
                 reason = "its layer feeds no target layer" if skipped else "no weight of this role in the target"
                 self.nothing.append(Nothing(name, "base", reason))
         unique = tuple(dict.fromkeys(self.nothing))

@@ -26,8 +26,8 @@ def side_by_side(ours: Tensor, theirs: Tensor, batches: tuple[Batch, Batch]) -> 
         return ours[keep.to(ours.device)], theirs[keep.to(theirs.device)]
     cells = [tensor.flatten(0, -3) for tensor in pair]
     if masks[0] is None and masks[1] is None and "pixel_values" in batches[0]:
-        size = min(math.isqrt(tensor.shape[1]) for tensor in cells)
-        first, second = (_grid(tensor, size) for tensor in cells)
+        sides = [_patches_in_a_row(tensor, batch) for tensor, batch in zip(cells, batches, strict=True)]
+        first, second = (_grid(tensor, side, min(sides)) for tensor, side in zip(cells, sides, strict=True))
     else:
         size = min(tensor.shape[1] for tensor in cells)
         first, second = (_stretches(tensor, mask, size) for tensor, mask in zip(cells, masks, strict=True))
@@ -64,9 +64,19 @@ def _stretches(tensor: Tensor, mask: Tensor | None, count: int) -> Tensor:
     return share / share.sum(-1, keepdim=True).clamp(min=1e-9) @ tensor
 
 
-def _grid(tensor: Tensor, size: int) -> Tensor:
+def _patches_in_a_row(tensor: Tensor, batch: Batch) -> int:
+    """The largest grid that the tokens can hold and that divides the picture; the others come before it.
+
+    A class token and four registers beside four patches are nine tokens, and no three by three patches."""
+    pixels = batch["pixel_values"]
+    most = math.isqrt(tensor.shape[1])
+    if pixels.dim() != 4:
+        return most
+    return next(side for side in range(most, 0, -1) if pixels.shape[-1] % side == 0)
+
+
+def _grid(tensor: Tensor, side: int, size: int) -> Tensor:
     """The class token (zeros without one) and the patches averaged to a grid of `size` by `size` cells."""
-    side = math.isqrt(tensor.shape[1])
     extra = tensor.shape[1] - side * side
     patches = tensor[:, extra:].transpose(1, 2).unflatten(2, (side, side))
     cells = functional.adaptive_avg_pool2d(patches, size).flatten(2).transpose(1, 2)

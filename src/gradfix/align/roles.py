@@ -18,15 +18,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 # The first that matches the name inside its block decides; `attn` stands for any name of an attention.
 _ATTENTION = r"(attn|attention|selfattention|encdecattention|self_attn|cross_attn|encoder_attn|self)"
 _ROLES: tuple[tuple[str, str], ...] = (
-    ("qkv", rf"{_ATTENTION}\.(.*\.)?(qkv|wqkv|c_attn|in_proj|query_key_value|qkv_proj)$"),
-    ("q", rf"{_ATTENTION}\.(.*\.)?(query|q_proj|q_lin|q)$"),
-    ("k", rf"{_ATTENTION}\.(.*\.)?(key|k_proj|k_lin|k)$"),
-    ("v", rf"{_ATTENTION}\.(.*\.)?(value|v_proj|v_lin|v)$"),
+    ("qkv", rf"{_ATTENTION}\.(.*\.)?(qkv|wqkv|c_attn|in_proj|qkv_proj)$"),
+    ("mixed", rf"{_ATTENTION}\.(.*\.)?query_key_value$"),  # queries, keys and values of one head after those of another
+    ("q", rf"{_ATTENTION}\.(.*\.)?(query|query_proj|q_proj|q_lin|q)$"),
+    ("k", rf"{_ATTENTION}\.(.*\.)?(key|key_proj|k_proj|k_lin|k)$"),
+    ("v", rf"{_ATTENTION}\.(.*\.)?(value|value_proj|v_proj|v_lin|v)$"),
     ("o", rf"{_ATTENTION}\.(.*\.)?(output\.dense|out_proj|o_proj|out_lin|wo|proj|c_proj|dense|o)$"),
     ("gate_up", r"(^|\.)(gate_up_proj|mlp\.wi)$"),
     ("gate", r"(^|\.)(gate_proj|wi_0|w1)$"),
-    ("up", r"(^|\.)(intermediate\.dense|fc1|up_proj|c_fc|lin1|wi|wi_1|w3|dense_h_to_4h)$"),
-    ("down", r"(^|\.)(output\.dense|fc2|down_proj|c_proj|lin2|wo|w2|dense_4h_to_h)$"),
+    ("up", r"(^|\.)(intermediate\.dense|fc1|up_proj|c_fc|lin1|wi|wi_1|w3|dense_h_to_4h|ffn)$"),
+    ("down", r"(^|\.)(output\.dense|fc2|down_proj|c_proj|lin2|wo|w2|dense_4h_to_h|ffn_output)$"),
 )
 _PATTERNS = tuple((role, re.compile(pattern)) for role, pattern in _ROLES)
 _TOWERS = (

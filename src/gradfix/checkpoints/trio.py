@@ -37,6 +37,7 @@ class Fate(Enum):
     TRANSPORTED = ("transported", "")
     TIED = ("transported", "tied to {of}")
     HEAD_COPIED = ("copied", "head of the fine-tune, copied from the fine-tune")
+    HEAD_NEW = ("copied", "a new head in place of the fine-tune's, which does not fit; taught by its answers")
     HEAD_SKIPPED = ("skipped", "head of the fine-tune, skipped")
     DROPPED_HEAD = ("copied", "a head the fine-tune dropped")
     ONLY_IN_TARGET = ("copied", "only in the target")
@@ -55,6 +56,10 @@ class Fate(Enum):
     @property
     def kind(self) -> str:
         return self.value[0]
+
+
+BROUGHT = (Fate.HEAD_COPIED, Fate.HEAD_NEW)  # heads that come from elsewhere than the target
+HEAD_FATES = {"copy": Fate.HEAD_COPIED, "new": Fate.HEAD_NEW, "skip": Fate.HEAD_SKIPPED}  # by policy
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,8 @@ class Fates(dict[str, TensorFate]):
 
     @property
     def heads(self) -> list[str]:
-        """What only the fine-tune has, copied or skipped."""
-        heads = (Fate.HEAD_COPIED, Fate.HEAD_SKIPPED)
+        """What only the fine-tune has, copied or skipped, and what stands in for it."""
+        heads = (*BROUGHT, Fate.HEAD_SKIPPED)
         return sorted(name for name, fate in self.items() if fate.fate in heads)
 
     def leaving(self, names: Collection[str]) -> Fates:
@@ -140,7 +145,8 @@ class Trio:
 
     def _keep_apart(self, head: str) -> None:
         """Base and fine-tune must go together all the same."""
-        self.base, self.tuned, self.vocabulary = self.sources["base"], self.sources["tuned"], {}
+        self.tuned, self.vocabulary = self.sources["tuned"], {}
+        self.base = match_prefix(self.sources["base"], self.tuned)
         refuse_quantised(self.target)
         own = _Account(self.base, self.tuned, self.base).fates(head, False)
         self.fates = Fates(dict.fromkeys(self.target.names(), TensorFate(Fate.ANOTHER_SHAPE)))
@@ -294,7 +300,7 @@ class _Account:
                 f"{self._about_head(names)}. Choose --head copy (take the tuned head as it is) or --head skip (leave it "
                 "out)."
             )
-        return TensorFate(Fate.HEAD_COPIED if head == "copy" else Fate.HEAD_SKIPPED)
+        return TensorFate(HEAD_FATES[head])
 
     def _about_head(self, names: list[str]) -> str:
         added = [name for name in names if name not in self.replaced]

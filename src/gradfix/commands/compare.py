@@ -23,11 +23,13 @@ from gradfix.commands.setting import (
 )
 from gradfix.commands.telling import general_texts, speech_from
 from gradfix.data import Dataset, Row, few_shot, without_duplicates
-from gradfix.errors import CorruptInput, GradfixError
+from gradfix.errors import CorruptInput, GradfixError, UsageError
 from gradfix.methods.comparison import compare
+from gradfix.methods.headed import open_target
 from gradfix.methods.methods import METHODS
-from gradfix.methods.opening import open_target, read_splits, refuse_itself, vector_of
+from gradfix.methods.opening import read_splits, refuse_itself, vector_of
 from gradfix.methods.results import Results
+from gradfix.methods.support import NO_LABELS
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
@@ -126,7 +128,10 @@ def plan_compare(config: CompareConfig) -> str:
     trio = Trio.open(config.base, config.tuned, config.target, head=config.head, strict=config.strict, across=True)
     refuse_itself(trio)
     labels = list(dataset.labels)
-    picked = few_shot(splits.train, max(config.shots), config.seeds[0], config.allow_fewer, labels=labels)
+    if 0 in config.shots and unlabelled is None:
+        raise UsageError(NO_LABELS)
+    most = max(config.shots) or 1
+    picked = few_shot(splits.train, most, config.seeds[0], config.allow_fewer, labels=labels)
     bound = open_target(trio, task, torch_dtype(config.dtype), device_of(config.device))
     vector_of(trio, config.align)
     bound.collate([splits.train[index] for index in picked])

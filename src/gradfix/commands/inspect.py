@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradfix.align.correspondence import correspond
-from gradfix.checkpoints.matched import match_prefix, read_vocabulary
+from gradfix.checkpoints.matched import another_shape, match_prefix, read_vocabulary
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.trio import ACROSS, Trio
 from gradfix.commands.configs import InspectConfig
@@ -37,7 +37,7 @@ class Inspection:
     def tables(self, names: bool) -> list[Table]:
         out: list[Table] = [
             ("checkpoints", ("", "tensors", "weights", "dtypes", "norm"),
-             [(f"{r}: {c['path']}", str(c["tensors"]), f"{c['weights']:,}", c["dtypes"], f"{c['norm']:.4g}")
+             [(f"{r}: {c['path']}", str(c["tensors"]), f"{c['weights']:,}", c["dtypes"], _number(c["norm"]))
               for r, c in self.checkpoints.items()]),
             ("pairs", ("", "cosine", "distance", "relative"),
              [(n, f"{p['cosine']:.4f}", f"{p['distance']:.4g}", f"{p['relative']:.2%}") for n, p in self.pairs.items()]),
@@ -60,20 +60,28 @@ class Inspection:
         return out
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
 def run_inspect(config: InspectConfig, stage: Callable[[str], None] = lambda _: None) -> Inspection:
     if len(config.checkpoints) not in (2, 3):
         raise UsageError("inspect takes two or three checkpoints: base, tuned [, target].")
     opened: dict[str, Checkpoint] = {}
     for role, source in zip(ROLES, config.checkpoints):
         opened[role] = open_checkpoint(source, base=opened.get("base"))
-    *earlier, last = opened
+    alike = dict(opened)
+    if "target" in opened and another_shape(opened["base"], opened["target"]) is not None:
+        del alike["target"]  # no weight of it stands beside one of the base
+    *earlier, last = alike
     for role in earlier:  # under the target's names, as transport shows them
-        opened[role] = match_prefix(opened[role], opened[last])
+        opened[role] = alike[role] = match_prefix(opened[role], opened[last])
     found = Inspection()
     stage("comparing names and shapes")
-    found.differences = differences(opened)
+    found.differences = differences(alike)
     stage("reading weights")
-    _measure(opened, found)
+    norms = _measure(alike, found)
+    found.checkpoints = {role: {**_about(opened[role]), "norm": norms.get(role)} for role in opened}
     _judge(opened, found)
     return found
 
@@ -90,8 +98,8 @@ def differences(opened: dict[str, Checkpoint]) -> list[dict[str, str]]:
     return out
 
 
-def _measure(opened: dict[str, Checkpoint], found: Inspection) -> None:
-    """Norms, distances and cosines over the shared floating tensors, one chunk at a time."""
+def _measure(opened: dict[str, Checkpoint], found: Inspection) -> dict[str, float]:
+    """Norms, distances and cosines over the shared floating tensors, one chunk at a time; returns the norms."""
     roles = list(opened)
     shared = [n for n in opened["base"].names() if _comparable(n, opened)]
     square = dict.fromkeys(roles, 0.0)
@@ -114,15 +122,6 @@ def _measure(opened: dict[str, Checkpoint], found: Inspection) -> None:
         found.tensors.append(
             {"name": name, "shape": "x".join(map(str, info.shape)), "dtype": str(info.dtype)[6:], "tau_norm": tau**0.5}
         )
-    for role, checkpoint in opened.items():
-        infos = [checkpoint.info(name) for name in checkpoint.names()]
-        found.checkpoints[role] = {
-            "path": str(checkpoint),
-            "tensors": len(infos),
-            "weights": sum(info.numel for info in infos),
-            "dtypes": ", ".join(sorted({str(info.dtype)[6:] for info in infos})),
-            "norm": square[role] ** 0.5,
-        }
     for a, b in pairs:
         scale = (square[a] * square[b]) ** 0.5
         found.pairs[f"{a} - {b}"] = {
@@ -130,6 +129,17 @@ def _measure(opened: dict[str, Checkpoint], found: Inspection) -> None:
             "distance": apart[a, b] ** 0.5,
             "relative": (apart[a, b] / square[a]) ** 0.5 if square[a] else 0.0,
         }
+    return {role: square[role] ** 0.5 for role in roles}
+
+
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+    infos = [checkpoint.info(name) for name in checkpoint.names()]
+    return {
+        "path": str(checkpoint),
+        "tensors": len(infos),
+        "weights": sum(info.numel for info in infos),
+        "dtypes": ", ".join(sorted({str(info.dtype)[6:] for info in infos})),
+    }
 
 
 def _answering(base: Checkpoint, target: Checkpoint) -> dict[str, Any]:
@@ -162,12 +172,14 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
         if trio.apart is not None:
             found.correspondence = _answering(opened["base"], target)
             found.notes.append(f"another shape: {trio.apart}. {ACROSS}")
-        found.plan = {
-            "transported": len(trio.moved),
-            "copied": len(trio.copied),
-            "only in the fine-tune (see --head)": len(trio.heads),
-        }
-        found.fates = [{"tensor": name, **fate.as_json()} for name, fate in trio.fates.items()]
+            found.notes.append("between the target's weights and the others' nothing was measured")
+        else:
+            found.plan = {
+                "transported": len(trio.moved),
+                "copied": len(trio.copied),
+                "only in the fine-tune (see --head)": len(trio.heads),
+            }
+            found.fates = [{"tensor": name, **fate.as_json()} for name, fate in trio.fates.items()]
         found.notes += trio.notes
     except GradfixError as error:
         found.notes.append(f"cannot be combined: {error}")

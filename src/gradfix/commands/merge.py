@@ -27,7 +27,8 @@ from gradfix.commands.vote import on_disk
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
 from gradfix.merging.folders import Vector, merge_checkpoints, merged_update
 from gradfix.merging.recipes import MergeRecipe, VectorRecipe, load_recipe
-from gradfix.methods.opening import fill, open_target, refuse_itself, rounds, unmoved_on_disk
+from gradfix.methods.headed import fill, open_target
+from gradfix.methods.opening import refuse_itself, rounds, unmoved_on_disk
 from gradfix.stream.checkpoint import StreamReport
 from gradfix.system.meter import Meter
 from gradfix.tasks.base import Bound

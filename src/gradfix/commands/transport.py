@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradfix.checkpoints.folder import device_name
 from gradfix.checkpoints.names import name_map
@@ -38,17 +38,9 @@ from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothi
 from gradfix.commands.vote import on_disk, require_target
 from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.methods.changed import changed_examples
+from gradfix.methods.headed import fill, has_new_head, lent_head, open_target
 from gradfix.methods.method import NotHere, Outcome
-from gradfix.methods.opening import (
-    fill,
-    lenders_of,
-    open_old,
-    open_target,
-    refuse_itself,
-    rounds,
-    unmoved_on_disk,
-    vector_of,
-)
+from gradfix.methods.opening import lenders_of, open_old, refuse_itself, rounds, unmoved_on_disk, vector_of
 from gradfix.methods.speaking import factors_of
 from gradfix.methods.trained import is_turned
 from gradfix.methods.trial import Passes, Splits, Trial
@@ -130,7 +122,7 @@ class _Transport:
         self.fewshot = list(self.bound.batches(self.examples, config.batch_size))
         self.seconds: dict[str, float] = {}
         self.flops: float | None = None
-        self.notes: list[str] = list(shots.notes)
+        self.notes: list[str] = [*shots.notes, *(self.bound.notes if trio.apart is not None else ())]
 
     def run(self, verdict: Verdict | None) -> TransportResult:
         if verdict is not None:
@@ -278,7 +270,7 @@ class _Transport:
     def _heads(self) -> set[str]:
         """Parameters that an adapter holds in full: the model's head, and what the fine-tune lends."""
         parameters = dict(self.bound.model.named_parameters())
-        lent = self.names.to_module(self._lent_head())
+        lent = self.names.to_module(lent_head(self.trio, self.bound))
         return {name for name in (*self.bound.head_names(), *lent) if name in parameters}
 
     def _uncalled(self, update: TaskVector) -> set[str]:
@@ -353,16 +345,19 @@ class _Transport:
         if masked is None or not streams or masked.sees in ("reference", "chance"):
             inputs = {"base": trio.base, "tuned": trio.tuned, "target": trio.target}
             moved = self.names.to_disk({n: t.cpu() for n, t in update.items()})
-            return write_update(moved, inputs=inputs, head=self._lent_head(), made=self._made(outcome), **common)
+            return write_update(
+                moved,
+                inputs=inputs,
+                head=lent_head(self.trio, self.bound),
+                new_head=has_new_head(self.bound),
+                made=self._made(outcome),
+                **common,
+            )
         ballot = on_disk(outcome.votes, self.bound, config.target) if outcome.votes is not None else None
         return transport_checkpoint(
             base=trio.base, tuned=trio.tuned, votes=ballot, mask=masked.mask, margin=outcome.margin,
             seed=config.seed, head=config.head, strict=config.strict, **common,
         )  # fmt: skip
-
-    def _lent_head(self) -> dict[str, Tensor]:
-        """The head that only the fine-tune has, where it is to be copied."""
-        return {name: self.trio.tuned.read(name) for name in self.trio.heads if self.trio.head == "copy"}
 
     def _computed(self) -> dict[str, Any]:
         """What changes bits besides inputs, seed, versions and threads."""

@@ -64,9 +64,13 @@ def read_verdict(config: TransportConfig, trio: Trio) -> Verdict:
 
 def follow(verdict: Verdict, shots: Shots, start: Prepared) -> Shots:
     """The few-shot set, with a note; refused where the verdict was reached on other data or by other means."""
-    regime = "few_shot" if shots.validation is None else "validation"
+    regime = "validation" if shots.validation is not None else "few_shot" if shots.fewshot else "answers"
     if verdict["regime"] != regime:
-        ways = {"few_shot": "by folds (--validation none)", "validation": "on validation data"}
+        ways = {
+            "few_shot": "by folds (--validation none)",
+            "validation": "on validation data",
+            "answers": "without labels (--shots 0)",
+        }
         theirs = ways.get(verdict["regime"], "otherwise")
         raise UsageError(f"the verdict was reached {theirs}, but this transport chooses {ways[regime]}.")
     _refuse_other_data(verdict, shots, start)

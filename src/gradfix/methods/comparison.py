@@ -26,7 +26,7 @@ from gradfix.methods.opening import Opened, Request, open_old
 from gradfix.methods.results import HAD, Results
 from gradfix.methods.search import Search
 from gradfix.methods.speaking import SpokenFigures
-from gradfix.methods.support import Support
+from gradfix.methods.support import NO_LABELS, Support
 from gradfix.methods.trial import Passes, Trial
 from gradfix.methods.verdicts import packed
 from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
@@ -40,6 +40,7 @@ from gradfix.vectors.signvotes import SignVotes
 
 Progress = Callable[[str, int, int], None]
 Unit = dict[str, Any]
+ANSWERS = "answers"  # the regime of a budget of no labels
 ROW = (
     *("method", "accuracy", "alpha", "margin", "seconds", "validation_accuracy", "validation_score", "test_loss"),
     *("slope", "kept", "flops", "notes", "held_right"),
@@ -81,7 +82,8 @@ def compare(
 
     `target` is a checkpoint or an opened one. `data` needs the splits train (the few-shot sets are drawn from
     it) and test. `validation` is "auto" (the data's own split when there is one), "none" (everything is chosen
-    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`. `head`,
+    on held-out folds of the few-shot set) or other data. `unlabelled` inputs are for the method `best`, and for a budget
+    of 0: methods that need no labels, judged by the old fine-tune's answers. `head`,
     `strict` and `align` are those of `transport`. The references `oracle` and `fine_tuned` take `target_tuned`; without it the
     target is fine-tuned on the train split (`finetune` holds the recipe's options, False leaves them out).
     `speech` says how open answers are learned, `general` are texts to measure forgetting on. `progress(what, done, total)` is called before each unit and once at the end."""
@@ -89,6 +91,8 @@ def compare(
     shots, seeds = tuple(dict.fromkeys(shots)), tuple(dict.fromkeys(seeds))
     if not shots or not seeds:
         raise UsageError("give at least one budget (shots) and one seed.")
+    if 0 in shots and unlabelled is None:
+        raise UsageError(NO_LABELS)
     request = Request(
         base=base, tuned=tuned, target=target, target_tuned=target_tuned, data=data, task=task,
         validation=validation, unlabelled=unlabelled, head=head, strict=strict, align=align,
@@ -138,7 +142,9 @@ class _Run:
     def results(self, pair: str | None, command: str | None) -> Results:
         units = self.all()
         rows = [self.row(unit, k, seed, pair) for k in self.shots for seed in self.seeds for unit in units[k, seed]]
-        kept = [name for name in self.names if name not in self.left_out]
+        kept = [
+            name for name in self.names if any(unit["method"] == name for group in units.values() for unit in group)
+        ]
         provenance = {
             "pair": pair, "command": command, **self.opened.provenance(),
             "shots": list(self.shots), "seeds": list(self.seeds),
@@ -170,6 +176,9 @@ class _Run:
     @property
     def notes(self) -> list[str]:
         missing = [f"{name} was left out: {why}" for name, why in self.left_out.items()]
+        mute = [name for name in self.names if not self.fits(name, 0) and name not in self.left_out]
+        if 0 in self.shots and mute:
+            missing.append(f"without labels {', '.join(mute)} cannot run and were left out of that budget")
         return list(dict.fromkeys([*self.opened.notes, *self.trial.notes, *self.trial.bound.cuts(), *missing]))
 
     def all(self) -> dict[tuple[int, int], list[Unit]]:
@@ -189,8 +198,14 @@ class _Run:
             self.progress("done", total, total)
         return units
 
+    @staticmethod
+    def fits(name: str, shots: int) -> bool:
+        """Whether a method can do with so many labels per class; references know what no user does."""
+        traits = METHODS[name].traits
+        return shots > 0 or not traits.labels or traits.reference
+
     def _unit(self, name: str, shots: int, seed: int) -> Unit | None:
-        if name in self.left_out:
+        if name in self.left_out or not self.fits(name, shots):
             return None
         fixed = METHODS[name].traits.fixed and self.trial.regime == "validation"
         if fixed and name in self._fixed:
@@ -251,7 +266,7 @@ class _Run:
         if outcome.votes is not None and traits.drawn is not None:
             parts.update(vote_details(trial, outcome.votes))
         slope = None
-        if self.slopes and update is not None and not fixed:
+        if self.slopes and update is not None and not fixed and support.examples:
             gradient = support.gradient(support.whole)
             shared = [name for name in update if name in gradient]
             slope = outcome.alpha * update.subset(shared).dot(gradient.subset(shared))
@@ -275,10 +290,11 @@ class _Run:
         }
 
     def _loss_before(self, shots: int, seed: int) -> float | None:
-        return _finite(self.trial.untouched(self.trial.few_shot_set(shots, seed)).loss)
+        name = self.trial.few_shot_set(shots, seed)
+        return _finite(self.trial.untouched(name).loss) if shots else None
 
     def _loss(self, shots: int, seed: int) -> float | None:
-        return _finite(self.trial.score(self.trial.few_shot_set(shots, seed)).loss)
+        return _finite(self.trial.score(self.trial.few_shot_set(shots, seed)).loss) if shots else None
 
     def row(self, unit: Unit, shots: int, seed: int, pair: str | None) -> dict[str, Any]:
         """The public row of a unit."""
@@ -294,12 +310,15 @@ class _Run:
             **{"pair": pair, "task": Path(self.opened.dataset.source).name, "shots": shots, "seed": seed},
             **{name: unit[name] for name in ROW},
             **{name: unit[name][here] for name in ("loss_before", "loss_after")},
-            **{"recovered": None, "regime": self.trial.regime, "test_samples": len(self.opened.splits.test)},
+            **{"recovered": None, "regime": self._regime(shots), "test_samples": len(self.opened.splits.test)},
             "measure": self.trial.bound.measure,
             "samples": 0 if fixed else found,
             **parts,
             **spoken_columns(unit),
         }
+
+    def _regime(self, shots: int) -> str:
+        return self.trial.regime if shots or self.trial.regime == "validation" else ANSWERS
 
     def details(self, units: Mapping[tuple[int, int], Sequence[Unit]], pair: str | None) -> dict[str, Any]:
         """Curves, agreement and kept shares for the report."""

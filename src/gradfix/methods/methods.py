@@ -43,7 +43,8 @@ TURNED_WAY = (
 
 
 @method(
-    FLOOR, "Target as it is", cost=FREE, transports=False, fixed=True, baseline=True, ships=False, across=True
+    FLOOR, "Target as it is", cost=FREE, transports=False, fixed=True, baseline=True, ships=False, across=True,
+    labels=False,
 )  # fmt: skip
 def zero_shot(trial: Trial, support: Support) -> Outcome:
     return Outcome(None, 0.0, score=support.untouched())

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradfix._version import __version__
 from gradfix.align import align
@@ -28,6 +27,7 @@ from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import torch_dtype
 from gradfix.data import Dataset, check_disjoint, load_data, load_unlabelled
 from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.methods.headed import open_target
 from gradfix.methods.search import Search
 from gradfix.methods.speaking import heavy, is_adapter
 from gradfix.methods.trained import in_full
@@ -41,33 +41,6 @@ from gradfix.training.distil import can_teach, teacher_of
 from gradfix.training.free_text import LORA, Speech
 from gradfix.training.starts import Old
 from gradfix.vectors.taskvector import TaskVector
-
-
-def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Bound:
-    """The target as the task sees it, with the fine-tune's head where that is to be copied."""
-    how: dict[str, Any] = {"dtype": dtype, "device": device}
-    if trio.head == "copy" and isinstance(task, Classification):
-        how |= {"head_from": trio.given["tuned"], "base": trio.given["base"]}
-    bound = task.open(trio.given["target"], **how)
-    if trio.head == "copy":  # also where the target has one of its own: what is measured is what is written
-        fill(bound.model, trio.tuned, trio.target, trio.heads)
-    return bound
-
-
-def fill(model: nn.Module, source: Checkpoint, target: Checkpoint, names: Iterable[str]) -> None:
-    """Put these tensors of a checkpoint into the model, one by one; names are those of the target's files."""
-    known = name_map(model, target.names())
-    parameters, parts = dict(model.named_parameters()), {}
-    with torch.no_grad():
-        for name in names:
-            if name in known.fused:
-                parts[name] = source.read(name)
-                continue
-            for own, value in known.to_module({name: source.read(name)}).items():
-                if own in parameters and parameters[own].shape == value.shape:
-                    parameters[own].copy_(value)
-        for own, value in known.to_module(parts).items():
-            parameters[own].copy_(value)
 
 
 def rounds(target: Checkpoint, asked: str | None, own: torch.dtype) -> bool:
@@ -217,6 +190,7 @@ class Opened:
         if self.trio.apart is not None:
             self.notes.append(f"the target has another shape than the base: {self.trio.apart}")
         self.bound = self._bound()
+        self.notes += self.bound.notes if self.trio.apart is not None else ()
         self.opened = dict(self.trio.sources)
         if request.target_tuned is not None:
             self.opened["target_tuned"] = open_checkpoint(request.target_tuned)

@@ -60,7 +60,7 @@ class Results:
         verdicts = []
         for pair in pairs:
             mine = [row for row in filled if row.get("pair") == pair]
-            if len({row["regime"] for row in mine}) > 1:
+            if len({row["regime"] for row in mine if row["shots"]}) > 1:
                 raise UsageError("rows chosen on validation data and rows chosen on folds cannot be compared.")
             for shots in dict.fromkeys(row["shots"] for row in mine):
                 verdicts.append(judge([row for row in mine if row["shots"] == shots], titles, traits))

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradfix.data import folds
-from gradfix.errors import DataError
+from gradfix.errors import DataError, UsageError
 from gradfix.methods.search import Score, View, total
 from gradfix.system.processes import current
-from gradfix.tasks.base import Example
+from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
+from gradfix.training.distil import answers
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.collect import collect, collect_gradient, collect_votes
@@ -24,6 +25,13 @@ from gradfix.votes.engines.loop import Batches
 
 if TYPE_CHECKING:
     from gradfix.methods.trial import Trial
+
+
+ASKED = "asked"
+NO_LABELS = (
+    "0 examples per class need unlabelled inputs (--unlabelled) and an old fine-tune that can be asked about them; "
+    "give both, or 1 example or more."
+)
 
 
 class Support:
@@ -37,11 +45,15 @@ class Support:
 
     @property
     def whole(self) -> View:
-        return View(self.examples, self.name if self.trial.regime == "few_shot" else "validation")
+        if self.trial.regime == "validation":
+            return View(self.examples, "validation")
+        return View(self.examples, self.name if self.examples else self._asked())
 
     def views(self) -> list[View]:
-        """What choices are made on: all examples scored on validation, or each fold scored by the others."""
-        if self.trial.regime == "validation":
+        """What choices are made on: all examples scored on validation, or each fold scored by the others.
+
+        Without labels, the unlabelled inputs: how often the answer is the old fine-tune's."""
+        if self.trial.regime == "validation" or not self.examples:
             return [self.whole]
         self._cut()
         return [View(tuple(self._without(left)), self._fold(left), left) for left in range(len(self.parts))]
@@ -73,6 +85,23 @@ class Support:
 
     def _fold(self, number: int) -> str:
         return f"fold-{number}-of-{self.name}"
+
+    def _asked(self) -> str:
+        """The unlabelled inputs with the old fine-tune's answers in place of labels; the name of their batches."""
+        trial = self.trial
+        if ASKED not in trial.examples:
+            teacher, rows = trial.teacher(), trial.splits.unlabelled
+            if teacher is None or not rows:
+                raise UsageError(NO_LABELS)
+            told = trial.shared(ASKED, lambda: self._answers(teacher, rows))
+            trial.define(ASKED, [{**row, "label": label} for row, label in zip(rows, told, strict=True)])
+        return ASKED
+
+    def _answers(self, teacher: Bound, rows: Sequence[Example]) -> list[str]:
+        unanswered = [{**row, "label": teacher.labels[0]} for row in rows]
+        found = [answers(teacher, batch) for batch in teacher.batches(unanswered, self.trial.passes.batch_size)]
+        self.trial.bill.own += Work(forward=len(rows))
+        return [teacher.labels[index] for logits in found for index in logits.argmax(-1).tolist()]
 
     def untouched(self) -> Score:
         """The target itself on what scores the choices, fold by fold; a set that cannot be cut is asked whole."""

@@ -188,7 +188,7 @@ def _judged(trial: Trial, support: Support, run: Callable[[Sequence[Example]], B
             return Outcome(None, 0.0, score=support.untouched(), notes=notes, chosen_by="validation")
         return replace(outcome, score=score, chosen_by="validation")
     began, bill = time.perf_counter(), trial.bill.own
-    score_of_folds = scored(trial, support, lambda view: run(view.fit).update)
+    score_of_folds = scored(trial, support, lambda view: (run(view.fit) if support.examples else found).update)
     trial.bill.own = bill
     trial.bill.away += time.perf_counter() - began
     return replace(outcome, score=score_of_folds)

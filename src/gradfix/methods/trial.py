@@ -232,7 +232,9 @@ class Trial:
     def few_shot_set(self, shots: int, seed: int) -> str:
         """Draw the set of this budget and seed and return the name of its batches."""
         name = self.set_name(shots, seed)
-        if name not in self.examples:
+        if shots == 0:
+            self.define(name, [])
+        elif name not in self.examples:
             picked = few_shot(self.splits.train, shots, seed, self.passes.allow_fewer, self.bound.labels or None)
             self.define(name, self.bound.linked([self.splits.train[index] for index in picked]))
         return name

@@ -219,6 +219,7 @@ def chosen_on(verdict: Mapping[str, Any]) -> str:
     places = {
         "validation": "Chosen on the validation split",
         "few_shot": "Chosen on held-out folds of the few-shot set",
+        "answers": "Chosen by the old fine-tune's answers to the unlabelled inputs",
     }
     return places.get(verdict["regime"], "Nothing was held out to choose it")
 

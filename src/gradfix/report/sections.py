@@ -18,6 +18,7 @@ Entry = Mapping[str, Any]
 CHOSEN = {
     "validation": "chosen on a validation split",
     "few_shot": "chosen on folds of the few-shot set",
+    "answers": "chosen by the old fine-tune's answers",
     "given": "alpha given",
 }
 

@@ -21,7 +21,7 @@ from gradfix.checkpoints.hashes import InputHashes
 from gradfix.checkpoints.interrupted import journal_key
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.safetensors_file import TensorInfo
-from gradfix.checkpoints.trio import Fate, Fates, TensorFate, Trio
+from gradfix.checkpoints.trio import BROUGHT, Fate, Fates, TensorFate, Trio
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.checkpoints.write import refuse_inside, staged_folder, torch_dtype, write_manifest
 from gradfix.errors import UnsafeResult, UsageError
@@ -82,8 +82,8 @@ class Stream:
     kind: str = "transport"
 
     def source(self, name: str) -> Checkpoint:
-        """A head that is copied comes from the fine-tune, everything else from the target."""
-        return self.heads[name] if self.fates[name].fate is Fate.HEAD_COPIED else self.target
+        """A head that is brought along comes from who brings it, everything else from the target."""
+        return self.heads[name] if self.fates[name].fate in BROUGHT else self.target
 
     def identity(self) -> list[Any]:
         heads = [(name, self.fates[name].kind) for name in self.fates.heads]
@@ -153,9 +153,9 @@ def write_update(
     """Write `target + alpha * update` for an update under on-disk names; `inputs` are named in the manifest.
 
     `head` holds tensors that the target lacks: they are written with what the update changes in them. Further options
-    are `made`, how the update came about (`mask`, `seed`, `kept` ...), `leave`, and those of the output, as in
+    are `new_head` (they are not the fine-tune's), `made`, how the update came about (`mask`, `seed`, `kept` ...), `leave`, and those of the output, as in
     `transport_checkpoint`."""
-    own, output = Output.sorted_out(out, options, {"leave": (), "made": {}})
+    own, output = Output.sorted_out(out, options, {"leave": (), "made": {}, "new_head": False})
     goal = open_checkpoint(target)
     refuse_inside(Path(out), [goal.path])
     lent = dict(head or {})
@@ -163,7 +163,7 @@ def write_update(
     for name in lent.keys() & update.keys():
         lent[name] = lent[name].clone()
         add_scaled(lent[name], update[name], alpha)
-    policy = "copy" if lent else "error"
+    policy = ("new" if own["new_head"] else "copy") if lent else "error"
     trio = Trio.open(moved, {**moved, **lent}, goal, head=policy, leave=own["leave"])  # by names and shapes
     stream = Stream(
         goal, trio.fates, Ready(trio.tuned), Ballot(None, "none", None, None, trio.fates, goal), float(alpha),
@@ -213,8 +213,8 @@ class _Pass:
     def _added(self) -> list[str]:
         """Heads that the target has no place for."""
         fates = self.stream.fates
-        copied = [name for name in fates.heads if fates[name].fate is Fate.HEAD_COPIED]
-        return [name for name in copied if name not in self.stream.target]
+        brought = [name for name in fates.heads if fates[name].fate in BROUGHT]
+        return [name for name in brought if name not in self.stream.target]
 
     def _as_written(self, info: TensorInfo) -> TensorInfo:
         if self.dtype is not None and info.dtype.is_floating_point:

@@ -109,6 +109,13 @@ class Classification(Task):
         self.freeze_head, self.new_head = freeze_head, new_head
         self.max_length, self.trust_remote_code = max_length, trust_remote_code
 
+    def with_new_head(self, seed: int) -> Classification:
+        """The same task, with a fresh head on a checkpoint that has none for its labels."""
+        return Classification(
+            self.labels, freeze_head=self.freeze_head, new_head=seed, max_length=self.max_length,
+            trust_remote_code=self.trust_remote_code,
+        )  # fmt: skip
+
     def open(
         self,
         source: str | os.PathLike[str],

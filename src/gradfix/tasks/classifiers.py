@@ -14,9 +14,9 @@ from torch import Tensor
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.write import write_text
-from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
+from gradfix.errors import CorruptInput, UsageError
 from gradfix.tasks.base import Batch, Example
-from gradfix.tasks.heads import LENT, NEW, OWN, HeadOptions, answers_to, class_names, load_with_head
+from gradfix.tasks.heads import LENT, NEW, OWN, HeadMisfit, HeadOptions, answers_to, class_names, load_with_head
 from gradfix.tasks.loading import (
     LOADER_ERRORS,
     Home,
@@ -142,9 +142,10 @@ class TimmClassifier(Classifier):
         if self.origin != OWN:
             head = self.head()
             fresh = self.model.state_dict() if self.origin == NEW else open_checkpoint(lender).state()
-            lacking = [name for name in head if name not in fresh]
-            if lacking:
-                raise IncompatibleCheckpoints(f"the head of {lender} does not fit: tensor {lacking[0]!r} differs.")
+            shapes = {name: p.shape for name, p in self.model.named_parameters()}
+            odd = [name for name in head if name not in fresh or fresh[name].shape != shapes[name]]
+            if odd:
+                raise HeadMisfit(f"the head of {lender} does not fit {home}: tensor {odd[0]!r} differs.")
             state = {**state, **{name: fresh[name] for name in head}}
         load_exactly(self.model, state, home.source)
 
@@ -180,7 +181,7 @@ class _TimmFolder:
         self.timm, self.folder = timm, folder
         self.config = read_json(folder / "config.json")
         if "architecture" not in self.config:
-            raise IncompatibleCheckpoints(f"{folder} is no timm model: its head cannot be lent to one.")
+            raise HeadMisfit(f"{folder} is no timm model: its head cannot be lent to one.")
         try:
             self.about, self.name, arguments = timm.models._hub.load_model_config_from_path(folder)
         except LOADER_ERRORS as error:

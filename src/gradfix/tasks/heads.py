@@ -17,6 +17,10 @@ from gradfix.tasks.loading import Home, Loaded, load_partly, read_json
 OWN, LENT, NEW = "own", "lent", "new"  # where a head came from
 
 
+class HeadMisfit(IncompatibleCheckpoints):
+    """A head cannot be put on another model: it has another width, or other layers."""
+
+
 @dataclass(frozen=True)
 class HeadOptions:
     """Where a head comes from when the checkpoint has none of its own for these labels."""
@@ -153,7 +157,7 @@ def _borrowed(auto: Any, home: Home, source: Home, lender: Loaded) -> Headed:
     with torch.no_grad():
         for name in (*loaded.missing, *loaded.misfits):
             if name not in theirs or theirs[name].shape != ours[name].shape:
-                raise IncompatibleCheckpoints(f"the head of {source} does not fit: tensor {name!r} differs.")
+                raise HeadMisfit(f"the head of {source} does not fit {home}: tensor {name!r} differs.")
             ours[name].copy_(theirs[name])
     return Headed(loaded.model, [*loaded.notes, f"the head is that of {source}"], LENT)
 

@@ -79,6 +79,13 @@ def _reason(start: str, tried: Mapping[str, Mapping[str, Any]]) -> str | None:
     if start == NONE:
         why = "the task vector did not help" if tried else "no weight of the target answers to one of the base"
         return f"{why}: taught from the target's own weights"
+    if len(tried) < 2 and start == COORDINATES:
+        found = tried[start]
+        before = _shown({"divergence": found["curve"][0][1]})
+        return (
+            f"started from the task vector in the target's coordinates, at alpha {found['alpha']:g}: divergence from the old "
+            f"fine-tune's answers {before} -> {_shown(found)}"
+        )
     if len(tried) < 2:
         return None
     listed = ", ".join(f"{name} {_shown(found)} at alpha {found['alpha']:g}" for name, found in tried.items())

@@ -1,0 +1,83 @@
+"""The target as the task sees it, and the head that goes with a fine-tune.
+
+A head that only the fine-tune has is copied where it fits. On a target of another width, or with other layers in its
+head, it does not: then a new one is put on, and learns from the fine-tune's answers with the rest of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.open import Checkpoint
+from gradfix.checkpoints.trio import Trio
+from gradfix.tasks.base import Bound, Task
+from gradfix.tasks.classification import Classification, ClassificationBound
+from gradfix.tasks.heads import NEW, HeadMisfit
+
+
+def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Bound:
+    """The target as the task sees it, with the fine-tune's head where that is to be copied."""
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    if trio.head == "copy" and isinstance(task, Classification):
+        lent = {"head_from": trio.given["tuned"], "base": trio.given["base"]}
+        try:
+            bound: Bound = task.open(trio.given["target"], **how, **lent)
+        except HeadMisfit as error:
+            if trio.apart is None:
+                raise
+            bound = task.with_new_head(0).open(trio.given["target"], **how)
+            bound.notes = (f"{error} A new head is put on, and learns from the fine-tune's answers.",)
+            return bound
+    else:
+        bound = task.open(trio.given["target"], **how)
+    if trio.head == "copy" and fits_head(bound, trio):
+        # also where the target has one of its own: what is measured is what is written
+        fill(bound.model, trio.tuned, trio.target, trio.heads)
+    elif trio.head == "copy":
+        said = (
+            f"the head of {trio.tuned} does not fit {trio.target}: the target's own stays, and learns from its answers."
+        )
+        bound.notes = (*bound.notes, said)
+    return bound
+
+
+def lent_head(trio: Trio, bound: Bound) -> dict[str, Tensor]:
+    """The head that the target lacks, where the fine-tune's is to be copied: its own, or one that stands in for it."""
+    if trio.head != "copy":
+        return {}
+    if trio.apart is None:
+        return {name: trio.tuned.read(name) for name in trio.heads}
+    own, names = dict(bound.model.named_parameters()), name_map(bound.model, trio.target.names())
+    head = names.to_disk({name: own[name].detach().cpu() for name in bound.head_names() if name in own})
+    taken = trio.heads if fits_head(bound, trio) else ()
+    return {name: tensor for name, tensor in head.items() if name not in trio.target or name in taken}
+
+
+def has_new_head(bound: Bound) -> bool:
+    return isinstance(bound, ClassificationBound) and bound.classifier.origin == NEW
+
+
+def fits_head(bound: Bound, trio: Trio) -> bool:
+    """Whether every tensor of the fine-tune's head that the model has, too, has the same shape there."""
+    own = {name: p.shape for name, p in bound.model.named_parameters()}
+    return all(own.get(name, shape) == shape for name in trio.heads for shape in [trio.tuned.info(name).shape])
+
+
+def fill(model: nn.Module, source: Checkpoint, target: Checkpoint, names: Iterable[str]) -> None:
+    """Put these tensors of a checkpoint into the model, one by one; names are those of the target's files."""
+    known = name_map(model, target.names())
+    parameters, parts = dict(model.named_parameters()), {}
+    with torch.no_grad():
+        for name in names:
+            if name in known.fused:
+                parts[name] = source.read(name)
+                continue
+            for own, value in known.to_module({name: source.read(name)}).items():
+                if own in parameters and parameters[own].shape == value.shape:
+                    parameters[own].copy_(value)
+        for own, value in known.to_module(parts).items():
+            parameters[own].copy_(value)
