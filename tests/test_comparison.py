@@ -311,7 +311,7 @@ def trial_of(given: dict[str, Any], search: Search | None = None, validation: bo
     return Trial(
         given["target"],
         TaskVector.between(given["base"], given["tuned"]),
-        Splits(splits["train"], splits["validation"] if validation else None, splits["test"]),
+        Splits(splits["train"], splits["train"] if validation else None, splits["test"]),
         search=search,
     )
 
@@ -339,13 +339,24 @@ def scored_by(trial: Trial, monkeypatch, height) -> list[tuple[float, int]]:
 def test_alpha_is_raced_in_five_passes(given, monkeypatch, validation, peak):
     trial = trial_of(given, validation=validation)
     asked = scored_by(trial, monkeypatch, lambda alpha: -abs(alpha - peak))
-    support = trial.support(10, 0)
+    support = trial.support(30, 0)
     choice = trial.choose(support, [Setting({}, lambda view: trial.tau)])
     assert choice.alpha == pytest.approx(peak, rel=0.5)
     judges = len(trial.splits.validation or support.examples)
     assert sum(count for _, count in asked) <= 5 * judges
     assert {score.count for score in choice.curve.points.values()} == {judges}
     assert set(choice.curve.points) > {0.0}
+
+
+@pytest.mark.parametrize("validation", [True, False])
+def test_a_handful_of_examples_is_not_raced_on(given, validation):
+    """Losers are told by sixteen examples or more: fewer would throw the best alpha away by chance."""
+    trial = trial_of(given, validation=validation)
+    if validation:
+        trial = Trial(trial.bound, trial.tau, replace(trial.splits, validation=trial.splits.validation[:12]))
+    rungs = trial.support(4, 0).rungs()
+    sizes = [sum(len(trial.examples[held]) for _, held in rung) for rung in rungs]
+    assert sizes == [12]
 
 
 @pytest.mark.parametrize("validation", [True, False])
@@ -362,9 +373,9 @@ def test_margin_and_alpha_are_raced_together(given, monkeypatch, validation, pea
         return Setting({"margin": knob}, make)
 
     asked = scored_by(trial, monkeypatch, lambda alpha: -abs(alpha - peak) - 2 * abs(made[0] - margin))
-    support = trial.support(10, 0)
+    support = trial.support(30, 0)
     choice = trial.choose(support, [setting(knob) for knob in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)])
     assert choice.setting.knobs == {"margin": margin}
     assert choice.alpha == pytest.approx(peak, rel=0.5)
     judges = len(trial.splits.validation or support.examples)
-    assert sum(count for _, count in asked) <= (5 if validation else 6) * judges
+    assert sum(count for _, count in asked) <= (6 if validation else 7) * judges

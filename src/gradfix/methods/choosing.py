@@ -63,7 +63,7 @@ def _raced(race: Race) -> int:
 
 
 def _walked(race: Race) -> None:
-    """Alphas of the middle setting; all settings at its best one; then beside that of the best setting."""
+    """Alphas of the middle setting; then all settings at its best one and at those beside it."""
     search, middle, several = race.trial.search, len(race.settings) // 2, len(race.settings) > 1
 
     def measure(alpha: float) -> float:
@@ -71,11 +71,10 @@ def _walked(race: Race) -> None:
 
     found = walk(search.alphas, search.wider, measure, rounds=0 if several else 2)
     if several:
-        alpha = highest([point for point in found.items() if point[0]])
-        race.run([(number, alpha) for number in range(len(race.settings))], 0)
-        best = max(range(len(race.settings)), key=lambda number: (race.value((number, alpha), 0), -number))
-        below, above = [a for a in found if 0 < a < alpha], [a for a in found if a > alpha]
-        race.run([(best, one) for one in (*below[-1:], *above[:1])], 0)
+        walked = [alpha for alpha in found if alpha]
+        place = walked.index(highest([point for point in found.items() if point[0]]))
+        beside = walked[max(0, place - 1) : place + 2]
+        race.run([(number, alpha) for number in range(len(race.settings)) for alpha in beside], 0)
 
 
 class Race:

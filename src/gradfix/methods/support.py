@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,7 @@ NO_LABELS = (
     "0 examples per class need unlabelled inputs (--unlabelled) and an old fine-tune that can be asked about them; "
     "give both, or 1 example or more."
 )
+LEAST = 16  # examples that the first rung of a race has
 
 
 class Support:
@@ -71,7 +73,9 @@ class Support:
         if self.trial.regime == "validation":
             return [[(views[0], part)] for part in self.trial.parts(views[0].held)]
         held = [(view, view.held) for view in views]
-        return [held] if self.trial.search.full else [rung for rung in (held[:1], held[1:2], held[2:]) if rung]
+        first = -(-LEAST * len(held) // len(self.examples))  # so many folds hold enough to tell losers by
+        cuts = [0, len(held)] if self.trial.search.full else [0, first, first + 1, len(held)]
+        return [held[start:end] for start, end in pairwise(cuts) if held[start:end]]
 
     def _cut(self) -> None:
         if len(self.examples) < 2:

@@ -69,7 +69,7 @@ def polish(trial: Trial, support: Support, start: Start | None = None) -> Outcom
     else:
         peak = paths.peak()
         for rate in (peak, peak / GENTLER):
-            paths.walk(rate, (last // 2, last * 3 // 4, last), cooled=True)
+            paths.walk(rate, sorted({max(1, last // 2), max(1, last * 3 // 4), last}), cooled=True)
             if paths.best != (0.0, 0):
                 break
     return paths.outcome()
@@ -254,11 +254,17 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
         moved = relations.in_their_relations(trial.bound, teacher, old, related, recipe, how)
         trial.bill.own += Work(forward=len(related) + moved.passes, backward=moved.passes)
         return Turned(moved.vector, related)
-    lesson, asked = lesson_for(
-        trial.bound, teacher, support.examples, trial.unlabelled, remembered(teacher, old.tau), recipe, support.seed
-    )  # fmt: skip
+
+    def ask() -> Lesson:
+        lesson, asked = lesson_for(
+            trial.bound, teacher, support.examples, trial.unlabelled, remembered(teacher, old.tau), recipe, support.seed
+        )  # fmt: skip
+        trial.bill.own += Work(forward=asked)
+        return lesson
+
+    lesson: Lesson = trial.shared(f"turned-lesson-{support.name}", ask)  # the same for every way to turn
     moved = in_coordinates(trial.bound, teacher, old, lesson, recipe, how)
-    trial.bill.own += Work(forward=asked + moved.passes, backward=moved.passes)
+    trial.bill.own += Work(forward=moved.passes, backward=moved.passes)
     return Turned(moved.vector, lesson)
 
 

@@ -23,7 +23,7 @@ from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.methods.choosing import choose
 from gradfix.methods.method import NotHere
 from gradfix.methods.search import Choice, Score, Search, Setting, of_the_choice, total
-from gradfix.methods.support import Support
+from gradfix.methods.support import LEAST, Support
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.tasks.reading import speaks
@@ -36,7 +36,7 @@ from gradfix.vectors.taskvector import TaskVector
 Regime = Literal["validation", "few_shot"]
 CACHE_BYTES = 2**30
 VALIDATION = "validation"
-SHARES = (1 / 8, 1 / 4, 1 / 2, 1)  # of the validation examples, from which a race's losers are told
+SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the validation examples, by which a race's losers are told from all others
 
 
 @dataclass
@@ -281,7 +281,7 @@ class Trial:
             return (name,)
         if self._parts is None:
             order = in_turns(self.examples[name])
-            cuts = sorted({0, *(round(share * len(order)) for share in SHARES)})
+            cuts = [0, *(cut for cut in (round(share * len(order)) for share in SHARES) if cut >= LEAST), len(order)]
             self._parts = tuple(f"{name}-{number}" for number in range(len(cuts) - 1))
             for part, first, last in zip(self._parts, cuts, cuts[1:], strict=False):
                 self.define(part, [self.examples[name][place] for place in order[first:last]])
