@@ -1,7 +1,7 @@
 """How a setting and its alpha are chosen: a walk on a part of the examples, then a race of the better ones on more.
 
-In full (`Search.full`) every alpha is measured on everything, as the paper does. Either way the choice is made by
-scores on all examples, and 0 is a candidate to the end."""
+In full (`Search.full`), and where the examples are too few to cut, every alpha is measured on everything, as the paper
+does. Either way the choice is made by scores on all examples, and 0 is a candidate to the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose(trial: Trial, support: Support, settings: Sequence[Setting], alphas: 
             raise UsageError("fixed alphas are for methods with one setting.")
         race.finish((0, alpha) for alpha in alphas)
         return race.choice(0, None)
-    winner = _in_full(race) if trial.search.full else _raced(race)
+    winner = _raced(race) if race.last else _in_full(race)
     return race.choice(winner, max(trial.search.alphas))
 
 
