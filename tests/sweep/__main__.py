@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.sweep.measure import measure
+from tests.sweep.measure import alone, measured
 from tests.sweep.table import write_table
 from tests.sweep.zoo import entries
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "sweep.json"
 PAGE = ROOT / "docs" / "engines.md"
-DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def main() -> None:
@@ -28,23 +29,19 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models whose name holds this")
     parser.add_argument("--start-over", action="store_true", help="measure again what is measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    _quiet()
     known: dict[str, Any] = {}
     if options.out.is_file() and not options.start_over:
         known = {row["model"]: row for row in json.loads(options.out.read_text())["rows"]}
     names = [entry.key for entry in entries()]
-    for entry in entries():
-        if options.only not in entry.key or (known.get(entry.key, {}).get("built") and not options.only):
-            continue
-        start = time.perf_counter()
-        try:
-            row = measure(entry, DTYPES)
-        except TimeoutError as error:
-            row = {"model": entry.key, "built": False, "why": str(error)}
-        known[entry.key] = row
-        print(entry.key, _line(row), f"{time.perf_counter() - start:.1f} s", flush=True)
-        _save(options.out, [known[name] for name in names if name in known])
+    todo = [name for name in names if options.only in name and (options.only or not known.get(name, {}).get("built"))]
+    with ProcessPoolExecutor(options.processes, get_context("spawn"), alone, max_tasks_per_child=40) as pool:
+        for done in as_completed([pool.submit(measured, name) for name in todo]):
+            row = done.result()
+            known[row["model"]] = row
+            print(row["model"], _line(row), flush=True)
+            _save(options.out, [known[name] for name in names if name in known])
     if options.out == RESULTS:
         write_table(RESULTS, PAGE)
 
@@ -71,12 +68,6 @@ def _save(path: Path, rows: list[Any]) -> None:
     versions = {module.__name__: module.__version__ for module in (torch, transformers, timm, open_clip)}
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f'{{"versions": {json.dumps(versions)}, "rows": [\n{lines}\n]}}\n')
-
-
-def _quiet() -> None:
-    import transformers
-
-    transformers.logging.set_verbosity_error()
 
 
 if __name__ == "__main__":

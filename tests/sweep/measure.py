@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import gradfix
 from gradfix.votes.engines.passes import take
-from tests.sweep.zoo import Batch, Entry, Loss
+from tests.sweep.zoo import Batch, Entry, Loss, entries
 
 FEW, MANY = 7, 16  # samples: the votes of FEW are compared with the oracle's, passes are counted for both
 SECONDS, LARGEST = 120, 30_000_000
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the largest gradient
 TOLERATED = {torch.float64: 0.0, torch.float32: 0.01}  # share of the votes that rounding may change
 TURNED = (
@@ -56,6 +57,23 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def alone() -> None:
+    """A process of the sweep: quiet, and with one thread."""
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+def measured(name: str) -> dict[str, Any]:
+    """The row of one architecture, in all dtypes."""
+    entry = next(entry for entry in entries() if entry.key == name)
+    try:
+        return measure(entry, DTYPES)
+    except TimeoutError as error:
+        return {"model": name, "built": False, "why": str(error)}
+
+
 def measure(entry: Entry, dtypes: list[torch.dtype]) -> dict[str, Any]:
     """How one architecture votes; `built` is false where the model itself does not run."""
     row: dict[str, Any] = {"model": entry.key, "built": False}
@@ -84,6 +102,8 @@ def _tried(entry: Entry) -> nn.Module:
     if losses.shape != (FEW,) or not bool(torch.isfinite(losses).all()):
         raise ValueError(f"losses of shape {tuple(losses.shape)}, or not finite")
     losses.sum().backward()
+    if not all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None):
+        raise ValueError("gradients that are not finite")
     return model
 
 

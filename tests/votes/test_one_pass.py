@@ -113,6 +113,13 @@ def a_recurrent_layer_over_packed_texts(m: Any, x: Tensor) -> Tensor:
     return m.gru(packed)[1][0]
 
 
+@case(token=lambda: torch.randn(WIDTH))
+def a_weight_assigned_to_rows_that_samples_choose(m: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x[..., 0] > 0.3] = m.token
+    return x
+
+
 class Hadamard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -279,7 +279,16 @@ def opened_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
     if isinstance(func, types.FunctionType):  # written in Python over other torch functions, with no rule of its own
         composite = func.__module__ == F.__name__ and rule_for(func) is None
         return functools.partial(inside(func), *args, **kwargs) if composite else None
+    if func is Tensor.__setitem__:
+        return _assigned_by_rows(*args)
     return spelled_out(func, args, kwargs)
+
+
+def _assigned_by_rows(data: Tensor, index: Any, value: Any) -> Callable[[], None] | None:
+    """A weight assigned to rows that the samples chose: a copy for every row first."""
+    if not isinstance(value, Tensor) or value.shape == data.detach()[index].shape:
+        return None
+    return lambda: data.__setitem__(index, torch.zeros_like(data.detach()[index]).add(value))
 
 
 @functools.cache
