@@ -98,7 +98,7 @@ def test_damaged_folders_give_one_line(tmp_path: Path) -> None:
         TASKS["classification"](dict.fromkeys(("red", "green", "blue"), "")).open(folder)
     with pytest.raises(CorruptInput, match="does not exist"):
         ZERO.open(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="needs the folder"):
+    with pytest.raises(UsageError, match="is a single file: weights without the config.json"):
         TASKS["seq2seq"](TEXT_PROMPTS).open(weights)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,15 @@ class Ledger:
             return real(*given)
 
         run._work = counted
+        module = sys.modules[run.__module__]
+        real_had = module.had  # what the user had is a unit, too
+
+        def counted_had(*given: Any) -> Any:
+            with open(log, "ab", buffering=0) as file:
+                file.write(b".")
+            return real_had(*given)
+
+        module.had = counted_had
 
     def _finished(self) -> dict[str, str]:
         found = hashes(self.units) if self.units.is_dir() else {}

@@ -14,15 +14,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Data": (
         "data", "task", "shots", "validation", "unlabelled", "text_column", "label_column", "image_column",
         "text_template", "label_names", "encoding", "separator", "drop_unlabelled", "drop_duplicates", "select",
-        "allow_fewer", "split", "templates", "max_length", "classes", "tokens",
+        "allow_fewer", "split", "templates", "max_length", "classes", "tokens", "general",
     ),
     "Method": (
         "method", "methods", "verdict", "mask", "alpha", "margin", "vote", "votes", "pooling", "scoring", "freeze_head",
         "steps", "lr", "train_batch", "weight_decay", "warmup", "table", "suite", "local", "from_mergekit", "quick",
+        "train", "rank", "answer_tokens", "prompts", "lessons",
     ),
     "Output": (
         "out", "report", "json", "into", "overwrite", "out_lora", "out_dtype", "track", "repo", "private", "message",
-        "unpack", "names", "command",
+        "unpack", "names", "command", "keep_index",
     ),
     "Running": (
         "config", "dry_run", "quiet", "seed", "seeds", "device", "dtype", "batch_size", "auto_batch", "engine", "processes",

@@ -112,7 +112,7 @@ def _said(dataset: Dataset, config: CompareConfig) -> Dataset:
     if train is None:  # read_splits refuses it
         return dataset
     labels = list(dataset.labels)
-    used = [len(few_shot(train, shots, 0, config.allow_fewer, labels)) for shots in config.shots]
+    used = [len(few_shot(train, shots, 0, config.allow_fewer, labels)) if shots else 0 for shots in config.shots]
     return replace(dataset, notes=(*dataset.notes, *(used_note(count, len(train)) for count in used)))
 
 

@@ -29,7 +29,7 @@ from gradfix.tasks.reading import speaks
 from gradfix.training import relations
 from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
-from gradfix.training.distil import Lesson, Teaching
+from gradfix.training.distil import Lesson, Teaching, can_teach
 from gradfix.training.finetuning import cooling, finetune, fitting_rate, tune
 from gradfix.training.relations import Relations
 from gradfix.training.starts import COORDINATES, Start as Walked, best_start, in_coordinates, probe_of
@@ -244,7 +244,8 @@ def _shared_turn(trial: Trial, support: Support, how: str) -> Turned:
 
 def _turned(trial: Trial, support: Support, how: str) -> Turned:
     teacher, old = trial.teacher(), trial.old()
-    if teacher is None or old is None:
+    embeds = isinstance(trial.bound, EmbeddingBound) and isinstance(teacher, EmbeddingBound)
+    if teacher is None or old is None or not (embeds or can_teach(trial.bound)):
         raise NotHere("coordinates need the old base and its fine-tune as models with a closed label set.")
     if not old.correspondence.linear:
         raise NotHere("no linear map of the target answers to one of the base. `--method best` needs none.")
