@@ -33,7 +33,10 @@ def share() -> list:
 
 @pytest.mark.parametrize("entry", share(), ids=lambda entry: entry.key)
 def test_a_share_of_the_architectures_votes_as_recorded(entry) -> None:
-    (found,) = measure(entry, [torch.float64])["dtypes"].values()
+    row = measure(entry, [torch.float64])
+    if not row["built"]:
+        pytest.skip(row["why"])
+    (found,) = row["dtypes"].values()
     assert not found.get("crashed")
     assert not found["wrong"]
     if known := recorded().get(entry.key):

@@ -23,10 +23,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Output": (
         "out", "report", "json", "into", "overwrite", "out_lora", "out_dtype", "track", "repo", "private", "message",
-        "unpack", "names", "command", "keep_index",
+        "unpack", "names", "command", "keep_index", "keep_small",
     ),
     "Running": (
-        "config", "dry_run", "quiet", "seed", "seeds", "device", "dtype", "batch_size", "auto_batch", "engine", "processes",
+        "config", "dry_run", "quiet", "seed", "seeds", "device", "dtype", "batch_size", "auto_batch", "engine", "processes", "jobs",
         "sharded", "replicas", "recompute", "offload", "max_memory", "devices", "device_memory", "tflops", "resume",
         "work", "check", "force", "yes", "help",
     ),
