@@ -48,7 +48,7 @@ class Teaching:
     betas: tuple[float, float] = (0.5, 0.9)
     labelled: int = 12
     unlabelled: int = 40
-    pool: int = 640
+    pool: int = 1280
     temperature: float = 2.0
     prior: float = 16.0
     probes: int = 48

@@ -42,10 +42,10 @@ class Relating:
     `temperature` makes similarities a distribution; `contrast` is that of labelled pairs. `turned` weighs how far a
     text's vector lies from the teacher's, turned to the student's space by one rotation for all texts."""
 
-    steps: int = 128
+    steps: int = 168
     texts: int = 26
     labelled: int = 8
-    rate: float = 0.2
+    rate: float = 0.35
     temperature: float = 0.05
     contrast: float = 0.05
     turned: float = 1.0
