@@ -14,6 +14,15 @@ _END = {"eos_token_id": 2, "decoder_start_token_id": 0}
 _REDUCED = {"num_attention_heads": [1, 2, 2, 2], "mlp_ratios": [2, 2, 2, 2], "image_size": 64}
 _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 24], "embed_dims": [8, 16, 16, 24]}
 _TURNS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_INDEXED = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+_NO_LAYER_INPUT = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_SOME_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 _LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -21,7 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["hy_v4", "minicpm3", "youtu"], _ALL_HEADS),
     **dict.fromkeys(["bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "umt5"], _END),
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"], _LINEAR_THEN_FULL),
-    "bailing_hybrid": {**_ALL_HEADS, "linear_head_dim": 8, "linear_num_heads": 4, "qk_head_dim": 16},
+    "bailing_hybrid": {**_ALL_HEADS, "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 8, "linear_num_heads": 4, "qk_head_dim": 16},
     "bamba": {"mamba_n_heads": 8},
     "bit": {**_STAGES, "embedding_size": 8, "num_groups": 4},
     "blt": {"encoder_hash_byte_group_vocab": 50, "hidden_size_global": 32, "encoder_hash_byte_group_size": [3, 4]},
@@ -40,8 +49,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "esm": {"__config__": {"vocab_size": 60, "pad_token_id": 0, "mask_token_id": 5}},
     "esmc": _ALL_HEADS,
     "falcon_h1": {"mamba_d_ssm": 32},
+    "flint": {"mlp_only_layers": [0]},
     "focalnet": {"embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16], "focal_levels": [2, 2], "focal_windows": [3, 3]},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    **dict.fromkeys(["gemma4", "gemma4_text"], _SOME_EXPERTS),
+    "gemma4_assistant": {"__config__": {"text_config": _NO_LAYER_INPUT}, "num_kv_shared_layers": 0},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
     "gemma3n": {"architecture": "test_resnet", "num_kv_shared_layers": 0, "laurel_rank": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 4},
     "granitemoehybrid": {"mamba_n_heads": 8},
@@ -56,7 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32, "visual_embed": False},
     "levit": {"hidden_sizes": [16, 16, 24], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4],
               "patch_size": 16, "image_size": 64, "down_ops": [["Subsample", 4, 4, 4, 2, 2], ["Subsample", 4, 4, 4, 2, 2]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48},
     "longcat_flash": {"qk_head_dim": 16, "num_key_value_heads": 4},
     "luke": {"entity_vocab_size": 10},
@@ -72,12 +84,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16, "embedding_rank": 16},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "perceiver": {"num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 1,
                   "num_self_attention_heads": 2, "num_cross_attention_heads": 1, "image_size": 16, "train_size": [8, 8],
                   "max_position_embeddings": 7},
     "poolformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 24]},
     "pvt": {**_STAGES, **_REDUCED},
     "pvt_v2": {**_STAGES, **_REDUCED},
+    **dict.fromkeys(["qwen4_exp", "qwen4_exp_text"], _INDEXED),
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "regnet": {**_STAGES, "embedding_size": 8, "groups_width": 4},
     "resnet": {**_STAGES, "embedding_size": 8},

@@ -148,10 +148,11 @@ def _counted(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Any, int]:
 
 
 def _way(calls: list[int], notes: list[str]) -> str:
+    if any(note.startswith("engine loop") for note in notes):
+        return LOOPED
     grows = calls[-1] - calls[0] > (MANY - FEW) // 2  # a plan takes a pass or two, now and then
-    if not grows and not any("one at a time" in note or "one sample at a time" in note for note in notes):
-        return ONE_PASS
-    return LOOPED if any(note.startswith("engine loop") for note in notes) else PARTLY
+    apart = any("one at a time" in note or "one sample at a time" in note for note in notes)
+    return PARTLY if grows or apart else ONE_PASS
 
 
 def pair_gradients(model: nn.Module, loss: Loss, batch: Batch, samples: int) -> Iterator[dict[str, Tensor]]:

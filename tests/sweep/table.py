@@ -94,7 +94,9 @@ def _refused(rows: list[Row]) -> list[str]:
     for row in rows:
         never = not row["dtypes"]
         for dtype, why in list(row["refused"].items())[: 1 if never else None]:
-            lines.append(f"- {_name(row)} ({_kind(row)}{'' if never else f', {dtype}'}): {why.replace('|', '/')}")
+            lines.append(
+                f"- {_name(row)} ({_kind(row)}{'' if never else f', {dtype}'}): {why.split('. ')[0].replace('|', '/')}"
+            )
     return ["Not run by the library itself, in no dtype or not in the one named:", "", *lines] if lines else []
 
 

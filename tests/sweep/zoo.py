@@ -176,6 +176,8 @@ def _shrink(config: Any, changes: dict[str, Any]) -> None:
             )
         elif "drop" in name and isinstance(value, float):
             _set(config, name, 0.0)
+        elif name in ("layer_types", "mlp_layer_types") and len(set(value or ())) > 1:
+            _set(config, name, list(dict.fromkeys(value))[:2])
     for name, value in changes.items():
         if name in vars(config):
             _set(config, name, value)
