@@ -94,8 +94,10 @@ def _tried(entry: Entry, dtype: torch.dtype) -> nn.Module:
     """The model, once a forward and a backward have shown that it works in this dtype."""
     model, loss, batch = _built(entry, dtype)
     losses = loss(model, batch)
-    if losses.shape != (FEW,) or not bool(torch.isfinite(losses).all()):
-        raise ValueError(f"losses of shape {tuple(losses.shape)}, or not finite")
+    if losses.shape != (FEW,):
+        raise ValueError(f"losses of shape {tuple(losses.shape)}")
+    if not bool(torch.isfinite(losses).all()):
+        raise ValueError("losses that are not finite")
     losses.sum().backward()
     if not all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None):
         raise ValueError("gradients that are not finite")

@@ -243,13 +243,13 @@ def transformers_entries() -> Iterator[Entry]:
 
 
 def timm_entries() -> Iterator[Entry]:
-    import timm
-
     from tests.sweep.families import TIMM
 
     for name in sorted(TIMM):
 
         def build(name: str = name) -> Any:
+            import timm
+
             options = dict(TIMM[name])
             side = options.pop("side", 64)
             model = timm.create_model(name, num_classes=CLASSES, **options)
