@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ def main() -> None:
         known = {row["model"]: row for row in json.loads(options.out.read_text())["rows"]}
     names = [entry.key for entry in entries()]
     todo = [name for name in names if options.only in name and (options.only or not known.get(name, {}).get("built"))]
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), alone, max_tasks_per_child=40) as pool:
-        for done in as_completed([pool.submit(measured, name) for name in todo]):
-            row = done.result()
+    with get_context("spawn").Pool(options.processes, alone, maxtasksperchild=40) as pool:
+        for row in pool.imap_unordered(measured, todo):
             known[row["model"]] = row
             print(row["model"], _line(row), flush=True)
             _save(options.out, [known[name] for name in names if name in known])
@@ -47,9 +45,8 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    if not row["built"]:
-        return f"not built: {row['why']}"
-    return "; ".join(f"{name}: {_said(found)}" for name, found in row["dtypes"].items())
+    refused = [f"{name}: refused, {why}" for name, why in row["refused"].items()]
+    return "; ".join([*(f"{name}: {_said(found)}" for name, found in row["dtypes"].items()), *refused])
 
 
 def _said(found: dict[str, Any]) -> str:

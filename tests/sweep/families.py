@@ -10,7 +10,19 @@ from torch import Tensor
 # Latent attention has as many heads for keys as for queries.
 _ALL_HEADS = {"num_key_value_heads": 4}
 _END = {"eos_token_id": 2, "decoder_start_token_id": 0}
+# Room for more than one token behind the last reduction.
+_REDUCED = {"num_attention_heads": [1, 2, 2, 2], "mlp_ratios": [2, 2, 2, 2], "image_size": 64}
 _STAGES = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 24], "embed_dims": [8, 16, 16, 24]}
+_TURNS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_INDEXED = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+}
+_NO_LAYER_INPUT = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_SOME_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 _LINEAR_THEN_FULL = {"layer_types": ["linear_attention", "full_attention"]}
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -18,11 +30,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["hy_v4", "minicpm3", "youtu"], _ALL_HEADS),
     **dict.fromkeys(["bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "umt5"], _END),
     **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"], _LINEAR_THEN_FULL),
+    "bailing_hybrid": {**_ALL_HEADS, "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 8, "linear_num_heads": 4, "qk_head_dim": 16},
     "bamba": {"mamba_n_heads": 8},
     "bit": {**_STAGES, "embedding_size": 8, "num_groups": 4},
+    "blt": {"encoder_hash_byte_group_vocab": 50, "hidden_size_global": 32, "encoder_hash_byte_group_size": [3, 4]},
+    "cohere_compass_text": {"__config__": {"rope_parameters": {"full_attention": _TURNS}}},
     "convnext": _STAGES,
     "convnextv2": _STAGES,
     "cvt": {"embed_dim": [8, 16, 24], "num_heads": [1, 2, 3], "depth": [1, 2, 3]},
+    "dbrx": {"__config__": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}}},
     "deberta": {"pooler_hidden_size": 32},
     "deberta-v2": {"pooler_hidden_size": 32},
     "donut-swin": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
@@ -31,8 +47,15 @@ CHANGES: dict[str, dict[str, Any]] = {
     "efficientnet": {"hidden_dim": 320, "width_coefficient": 0.25, "depth_coefficient": 0.3},
     "ernie4_5_moe": {"moe_k": 2},
     "esm": {"__config__": {"vocab_size": 60, "pad_token_id": 0, "mask_token_id": 5}},
+    "esmc": _ALL_HEADS,
     "falcon_h1": {"mamba_d_ssm": 32},
+    "flint": {"mlp_only_layers": [0]},
     "focalnet": {"embed_dim": 8, "depths": [1, 1], "hidden_sizes": [8, 16], "focal_levels": [2, 2], "focal_windows": [3, 3]},
+    **dict.fromkeys(["gemma4", "gemma4_text"], _SOME_EXPERTS),
+    "gemma4_assistant": {"__config__": {"text_config": _NO_LAYER_INPUT}, "num_kv_shared_layers": 0},
+    "gemma4_unified_assistant": {"num_kv_shared_layers": 0},
+    "gemma3n": {"architecture": "test_resnet", "num_kv_shared_layers": 0, "laurel_rank": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 4},
     "granitemoehybrid": {"mamba_n_heads": 8},
     "hgnet_v2": {"stem_channels": [3, 8, 8], "stage_in_channels": [8, 16, 16, 24], "stage_mid_channels": [8, 8, 8, 8],
                  "stage_out_channels": [16, 16, 24, 24], "stage_num_blocks": [1, 1, 1, 1], "hidden_sizes": [16, 16, 24, 24]},
@@ -41,35 +64,41 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "inkling_text": {"num_key_value_heads": 4, "swa_num_key_value_heads": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {**_ALL_HEADS, "linear_head_dim": 8, "linear_num_heads": 4, "qk_head_dim": 16},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32, "visual_embed": False},
     "levit": {"hidden_sizes": [16, 16, 24], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4],
               "patch_size": 16, "image_size": 64, "down_ops": [["Subsample", 4, 4, 4, 2, 2], ["Subsample", 4, 4, 4, 2, 2]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 48},
     "longcat_flash": {"qk_head_dim": 16, "num_key_value_heads": 4},
     "luke": {"entity_vocab_size": 10},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
-    "mistral4": {"num_key_value_heads": 4, "head_dim": 8, "qk_head_dim": 16, "partial_rotary_factor": 1.0},
+    "mistral4": {"num_key_value_heads": 4, "head_dim": 16, "qk_head_dim": 16},
     "mobilenet_v1": {"depth_multiplier": 0.25, "min_depth": 4},
     "mobilevit": {"hidden_sizes": [16, 16, 24], "neck_hidden_sizes": [8, 8, 8, 16, 16, 24, 32], "image_size": 64, "patch_size": 2},
     "mobilevitv2": {"image_size": 64, "patch_size": 2, "width_multiplier": 0.25},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
     "nemo_speechlm": {"n_groups": 1},
+    "neomme": {"head_dim": 16, "embedding_rank": 16},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"n_groups": 1, "mamba_num_heads": 4, "mamba_head_dim": 16},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},
     "perceiver": {"num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 1,
                   "num_self_attention_heads": 2, "num_cross_attention_heads": 1, "image_size": 16, "train_size": [8, 8],
                   "max_position_embeddings": 7},
     "poolformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 24]},
-    "pvt": {**_STAGES, "num_attention_heads": [1, 2, 2, 2], "mlp_ratios": [2, 2, 2, 2]},
-    "pvt_v2": {**_STAGES, "num_attention_heads": [1, 2, 2, 2], "mlp_ratios": [2, 2, 2, 2]},
+    "pvt": {**_STAGES, **_REDUCED},
+    "pvt_v2": {**_STAGES, **_REDUCED},
+    **dict.fromkeys(["qwen4_exp", "qwen4_exp_text"], _INDEXED),
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 8]},
     "regnet": {**_STAGES, "embedding_size": 8, "groups_width": 4},
     "resnet": {**_STAGES, "embedding_size": 8},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
-    "segformer": {**_STAGES, "num_attention_heads": [1, 2, 2, 2], "mlp_ratios": [2, 2, 2, 2], "decoder_hidden_size": 16},
+    "segformer": {**_STAGES, **_REDUCED, "decoder_hidden_size": 16},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "image_token_index": 6, "boi_token_index": 7, "eoi_token_index": 8,
+                     "__config__": {"yes_token_index": 9, "no_token_index": 10}},
     "swiftformer": {"depths": [1, 1, 1, 1], "embed_dims": [8, 16, 16, 24]},
     "swin": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
     "swinv2": {"embed_dim": 12, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4},
@@ -77,9 +106,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "t5": {"__config__": {"decoder_start_token_id": 0}, "eos_token_id": 2},
     "t5gemma": {"cross_attention_hidden_size": 32},
     "timm_wrapper": {"__config__": {"architecture": "test_resnet"}},
+    "vibevoice_asr": {"num_filters": 2, "depths": (1, 1, 1, 1, 1, 1, 1)},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2, "attn_layer_period": 2,
-              "attn_layer_offset": 0, "layers_block_type": ["mamba", "hybrid"]},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2, "num_hidden_layers": 3,
+              "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 1, "attention_hidden_size": 64,
                "attention_head_dim": 16, "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
 }  # fmt: skip
@@ -96,7 +126,24 @@ def _patches(samples: int) -> dict[str, Tensor]:
     return {"x": x, "pixel_attention_mask": mask, "spatial_shapes": shapes, "y": torch.arange(samples) % 3}
 
 
-INPUTS: dict[str, Any] = {"imagegpt": _pixels_as_tokens, "siglip2": _patches}
+def _large(samples: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, 3, 64, 64), "y": torch.arange(samples) % 3}
+
+
+def _asked_about(samples: int) -> dict[str, Tensor]:
+    """A text that holds an image, for a language model that says yes or no."""
+    ids = torch.randint(8, 60, (samples, 9))
+    ids[:, 1:5] = 6
+    pixels = torch.randn(samples, 3, 32, 32)
+    return {"x": ids, "pixel_values": pixels, "token_type_ids": (ids == 6).long(), "y": torch.arange(samples) % 2}
+
+
+INPUTS: dict[str, Any] = {
+    "imagegpt": _pixels_as_tokens,
+    "segformer": _large,
+    "shieldgemma2": _asked_about,
+    "siglip2": _patches,
+}
 _VIT = {"embed_dim": 24, "depth": 2, "num_heads": 3, "img_size": 32, "patch_size": 8, "side": 32}
 _FOUR = {"depths": (1, 1, 1, 1), "dims": (8, 16, 16, 24)}
 

@@ -19,7 +19,7 @@ from gradfix.votes.engines.passes import take
 from tests.sweep.zoo import Batch, Entry, Loss, entries
 
 FEW, MANY = 7, 16  # samples: the votes of FEW are compared with the oracle's, passes are counted for both
-SECONDS, LARGEST = 120, 30_000_000
+SECONDS, LARGEST = 90, 30_000_000  # of a dtype; weights
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 NOISE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.03}  # of the largest gradient
 TOLERATED = {torch.float64: 0.0, torch.float32: 0.01}  # share of the votes that rounding may change
@@ -67,40 +67,37 @@ def alone() -> None:
 
 def measured(name: str) -> dict[str, Any]:
     """The row of one architecture, in all dtypes."""
-    entry = next(entry for entry in entries() if entry.key == name)
-    try:
-        return measure(entry, DTYPES)
-    except TimeoutError as error:
-        return {"model": name, "built": False, "why": str(error)}
+    return measure(next(entry for entry in entries() if entry.key == name), DTYPES)
 
 
 def measure(entry: Entry, dtypes: list[torch.dtype]) -> dict[str, Any]:
-    """How one architecture votes; `built` is false where the model itself does not run."""
-    row: dict[str, Any] = {"model": entry.key, "built": False}
-    with at_most(SECONDS), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            model = _tried(entry)
-        except Exception as error:  # whatever a library does not build is no matter of votes
-            return row | {"why": _short(error)}
-        row |= {"built": True, "parameters": sum(p.numel() for p in model.parameters()), "dtypes": {}}
-        for dtype in dtypes:
-            name = str(dtype).removeprefix("torch.")
+    """How one architecture votes, by dtype; `refused` are those in which the model itself does not run."""
+    row: dict[str, Any] = {"model": entry.key, "built": False, "parameters": 0, "dtypes": {}, "refused": {}}
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        with at_most(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                row["parameters"] = sum(p.numel() for p in _tried(entry, dtype).parameters())
+            except Exception as error:  # whatever a library does not compute is no matter of votes
+                row["refused"][name] = _short(error)
+                continue
+            row["built"] = True
             try:
                 row["dtypes"][name] = _voted(*_built(entry, dtype))
-            except TimeoutError:
-                raise
             except Exception as error:  # the finding
                 row["dtypes"][name] = {"crashed": _short(error)}
     return row
 
 
-def _tried(entry: Entry) -> nn.Module:
-    """The model, once a forward and a backward in float64 have shown that it works."""
-    model, loss, batch = _built(entry, torch.float64)
+def _tried(entry: Entry, dtype: torch.dtype) -> nn.Module:
+    """The model, once a forward and a backward have shown that it works in this dtype."""
+    model, loss, batch = _built(entry, dtype)
     losses = loss(model, batch)
-    if losses.shape != (FEW,) or not bool(torch.isfinite(losses).all()):
-        raise ValueError(f"losses of shape {tuple(losses.shape)}, or not finite")
+    if losses.shape != (FEW,):
+        raise ValueError(f"losses of shape {tuple(losses.shape)}")
+    if not bool(torch.isfinite(losses).all()):
+        raise ValueError("losses that are not finite")
     losses.sum().backward()
     if not all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None):
         raise ValueError("gradients that are not finite")
@@ -131,9 +128,10 @@ def _short(error: BaseException) -> str:
 def _voted(model: nn.Module, loss: Loss, batch: Batch) -> dict[str, Any]:
     dtype = next(model.parameters()).dtype
     votes, first = _counted(model, loss, batch)
-    counts = dtype in TOLERATED
-    calls = [first, _counted(model, loss, take(batch, torch.arange(MANY) % FEW))[1]] if counts else [first]
-    notes = list(votes.notes)
+    calls, notes, counts = [first], list(votes.notes), dtype in TOLERATED
+    if counts:
+        more, second = _counted(model, loss, take(batch, torch.arange(MANY) % FEW))
+        calls, notes = [first, second], list(dict.fromkeys([*votes.notes, *more.notes]))
     found: dict[str, Any] = {"calls": calls, "way": _way(calls, notes), "notes": notes}
     if counts:
         wrong, share = compare(votes, model, loss, batch, dtype)
@@ -152,10 +150,11 @@ def _counted(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Any, int]:
 
 
 def _way(calls: list[int], notes: list[str]) -> str:
+    if any(note.startswith("engine loop") for note in notes):
+        return LOOPED
     grows = calls[-1] - calls[0] > (MANY - FEW) // 2  # a plan takes a pass or two, now and then
-    if not grows and not any("one at a time" in note or "one sample at a time" in note for note in notes):
-        return ONE_PASS
-    return LOOPED if any(note.startswith("engine loop") for note in notes) else PARTLY
+    apart = any("one at a time" in note or "one sample at a time" in note for note in notes)
+    return PARTLY if grows or apart else ONE_PASS
 
 
 def pair_gradients(model: nn.Module, loss: Loss, batch: Batch, samples: int) -> Iterator[dict[str, Tensor]]:

@@ -25,27 +25,23 @@ def write_table(results: Path, page: Path) -> None:
 
 def table(results: Row) -> str:
     rows = results["rows"]
-    built = [row for row in rows if row["built"]]
-    kinds = sorted({_kind(row) for row in rows})
     lines = [
-        "| registry | models | built | dtype | one pass | partly | looped | wrong | crashed |",
+        "| registry | models | dtype | run | one pass | partly | looped | wrong | crashed |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for kind in [*kinds, "all"]:
+    for kind in [*sorted({_kind(row) for row in rows}), "all"]:
         some = [row for row in rows if kind in (_kind(row), "all")]
         for dtype in COUNTED:
-            head = (
-                f"| {kind} | {len(some)} | {sum(row['built'] for row in some)} |" if dtype == COUNTED[0] else "| | | |"
-            )
-            lines.append(f"{head} {dtype} | {' | '.join(map(str, counts(some, dtype)))} |")
-    return "\n".join(
-        [*lines, "", *_not_in_one_pass(built), "", *_close(built), "", *_not_built(rows), "", _versions(results)]
-    )
+            head = f"| {kind} | {len(some)} |" if dtype == COUNTED[0] else "| | |"
+            run = sum(dtype in row["dtypes"] for row in some)
+            lines.append(f"{head} {dtype} | {run} | {' | '.join(map(str, counts(some, dtype)))} |")
+    parts = [lines, _not_in_one_pass(rows), _close(rows), _refused(rows), [_versions(results)]]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def counts(rows: Iterable[Row], dtype: str) -> list[int]:
     """In one pass, partly, looped, wrong, crashed."""
-    found = [row["dtypes"][dtype] for row in rows if row["built"]]
+    found = [row["dtypes"][dtype] for row in rows if dtype in row["dtypes"]]
     ways = Counter(one.get("way") for one in found)
     return [*(ways[way] for way in (ONE_PASS, PARTLY, LOOPED)), sum(bool(one.get("wrong")) for one in found),
             sum("crashed" in one for one in found)]  # fmt: skip
@@ -60,13 +56,12 @@ def _name(row: Row) -> str:
     return f"`{row['model'].split('/', 2)[2]}`"
 
 
-def _not_in_one_pass(built: list[Row]) -> list[str]:
+def _not_in_one_pass(rows: list[Row]) -> list[str]:
     """Which models are not voted on in one pass, and why."""
     reasons: dict[str, list[str]] = {}
-    for row in built:
-        for dtype in COUNTED:
-            found = row["dtypes"][dtype]
-            if found.get("way") != ONE_PASS:
+    for row in rows:
+        for dtype, found in row["dtypes"].items():
+            if dtype in COUNTED and found.get("way") != ONE_PASS:
                 why = found.get("crashed") or " ".join(found["notes"])
                 reasons.setdefault(why, []).append(f"{_name(row)} ({_kind(row)}, {dtype})")
     if not reasons:
@@ -74,9 +69,9 @@ def _not_in_one_pass(built: list[Row]) -> list[str]:
     return ["Not in one pass:", "", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items())]
 
 
-def _close(built: list[Row]) -> list[str]:
+def _close(rows: list[Row]) -> list[str]:
     """In bfloat16: the least agreement, and where it is low, how far either engine is from exact votes."""
-    found = [(row["dtypes"]["bfloat16"], row) for row in built if "agreement" in row["dtypes"].get("bfloat16", {})]
+    found = [(row["dtypes"]["bfloat16"], row) for row in rows if "agreement" in row["dtypes"].get("bfloat16", {})]
     low = [(one, row) for one, row in found if one["agreement"] < CLOSE]
     said = f"bfloat16: `auto` and the loop agree on at least {CLOSE} of the votes of {len(found) - len(low)} of {len(found)} models"
     if not low:
@@ -93,11 +88,16 @@ def _close(built: list[Row]) -> list[str]:
     return lines
 
 
-def _not_built(rows: list[Row]) -> list[str]:
-    missing = [f"{_name(row)} ({_kind(row)})" for row in rows if not row["built"]]
-    if not missing:
-        return []
-    return [f"Not built as tiny models ({len(missing)}; reasons in the file): {', '.join(missing)}."]
+def _refused(rows: list[Row]) -> list[str]:
+    """Models that the library itself does not run, and why: in no dtype, or not in some."""
+    lines = []
+    for row in rows:
+        never = not row["dtypes"]
+        for dtype, why in list(row["refused"].items())[: 1 if never else None]:
+            lines.append(
+                f"- {_name(row)} ({_kind(row)}{'' if never else f', {dtype}'}): {why.split('. ')[0].replace('|', '/')}"
+            )
+    return ["Not run by the library itself, in no dtype or not in the one named:", "", *lines] if lines else []
 
 
 def _versions(results: Row) -> str:

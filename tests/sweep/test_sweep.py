@@ -3,56 +3,55 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
 
 from tests.sweep.__main__ import PAGE, RESULTS
-from tests.sweep.measure import LARGEST, ONE_PASS, measure
+from tests.sweep.measure import CLOSE, ONE_PASS, measure
 from tests.sweep.table import COUNTED, counts, table
 from tests.sweep.zoo import entries
 
 EVERY = 31
 QUICK = 300_000  # weights
+NOT_RUN = 0.02  # of the models, by their own library
+BY_ROUNDING = 0.01  # fewer votes shared with the exact ones in 16 bits by `auto` than by the loop
+
+RECORDED: dict[str, Any] = json.loads(RESULTS.read_text())
+ROWS: list[dict[str, Any]] = RECORDED["rows"]
 
 
-needs_a_run = pytest.mark.skipif(not RESULTS.is_file(), reason="no sweep is recorded: make sweep")
-
-
-def recorded() -> dict[str, dict]:
-    if not RESULTS.is_file():
-        return {}
-    return {row["model"]: row for row in json.loads(RESULTS.read_text())["rows"]}
-
-
-def share() -> list:
-    known = recorded()
-    quick = [e for e in entries() if known.get(e.key, {}).get("parameters", 0 if not known else LARGEST) < QUICK]
-    return quick[::EVERY]
-
-
-@pytest.mark.parametrize("entry", share(), ids=lambda entry: entry.key)
-def test_a_share_of_the_architectures_votes_as_recorded(entry) -> None:
-    row = measure(entry, [torch.float64])
-    if not row["built"]:
-        pytest.skip(row["why"])
-    (found,) = row["dtypes"].values()
-    assert not found.get("crashed")
+@pytest.mark.parametrize("name", [row["model"] for row in ROWS if 0 < row["parameters"] < QUICK][::EVERY])
+def test_a_share_of_the_architectures_votes_as_recorded(name: str) -> None:
+    row = measure(next(entry for entry in entries() if entry.key == name), [torch.float64])
+    (known,) = [row for row in ROWS if row["model"] == name]
+    if "float64" in row["refused"]:
+        pytest.skip(row["refused"]["float64"])
+    found = row["dtypes"]["float64"]
+    assert "crashed" not in found
     assert not found["wrong"]
-    if known := recorded().get(entry.key):
-        assert found["way"] == known["dtypes"]["float64"]["way"]
+    assert found["way"] == known["dtypes"]["float64"]["way"]
 
 
-@needs_a_run
 @pytest.mark.parametrize("dtype", COUNTED)
 def test_the_last_sweep_found_nothing_wrong(dtype: str) -> None:
-    built = [row for row in recorded().values() if row["built"]]
-    one_pass, _, _, wrong, crashed = counts(built, dtype)
+    one_pass, partly, looped, wrong, crashed = counts(ROWS, dtype)
     assert (wrong, crashed) == (0, 0)
-    assert one_pass >= 0.97 * len(built) > 400
+    assert one_pass >= 0.97 * (one_pass + partly + looped) > 450
 
 
-@needs_a_run
+def test_nearly_every_model_was_run() -> None:
+    assert sum(not row["built"] for row in ROWS) <= NOT_RUN * len(ROWS)
+
+
+def test_in_16_bits_the_two_engines_differ_by_rounding_alone() -> None:
+    for row in ROWS:
+        found = row["dtypes"].get("bfloat16", {"agreement": 1.0})
+        if found["agreement"] < CLOSE:
+            assert found["batched_exact"] > found["looped_exact"] - BY_ROUNDING, row["model"]
+
+
 def test_the_page_shows_the_last_sweep() -> None:
-    assert table(json.loads(RESULTS.read_text())) in PAGE.read_text(encoding="utf-8")
+    assert table(RECORDED) in PAGE.read_text(encoding="utf-8")
     assert ONE_PASS in PAGE.read_text(encoding="utf-8")

@@ -176,6 +176,8 @@ def _shrink(config: Any, changes: dict[str, Any]) -> None:
             )
         elif "drop" in name and isinstance(value, float):
             _set(config, name, 0.0)
+        elif name in ("layer_types", "mlp_layer_types") and len(set(value or ())) > 1:
+            _set(config, name, list(dict.fromkeys(value))[:2])
     for name, value in changes.items():
         if name in vars(config):
             _set(config, name, value)
@@ -241,13 +243,13 @@ def transformers_entries() -> Iterator[Entry]:
 
 
 def timm_entries() -> Iterator[Entry]:
-    import timm
-
     from tests.sweep.families import TIMM
 
     for name in sorted(TIMM):
 
         def build(name: str = name) -> Any:
+            import timm
+
             options = dict(TIMM[name])
             side = options.pop("side", 64)
             model = timm.create_model(name, num_classes=CLASSES, **options)

@@ -69,6 +69,12 @@ def a_constant_made_like_the_samples(m: Any, x: Tensor) -> Tensor:
     return x @ torch.diag(m.w).matmul(torch.ones(WIDTH, WIDTH).to(x))
 
 
+@case(w=lambda: torch.randn(4))
+def a_sparse_change_of_a_frozen_matrix(m: Any, x: Tensor) -> Tensor:
+    places = torch.tensor([[0, 1, 2, 5], [3, 0, 4, 5]])
+    return F.linear(x, torch.eye(WIDTH).to(x).add_(torch.sparse_coo_tensor(places, m.w, (WIDTH, WIDTH))))
+
+
 def _experts(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = x.flatten(0, 1)
     return rows, (rows.detach().sum(-1).abs() * 11).long() % 3
@@ -219,6 +225,21 @@ def test_rounding_that_attention_leaves_to_queries_and_keys_is_no_disagreement()
 
     torch.manual_seed(0)
     found = gradfix.collect_votes(Alone(), Counted(), [batch_of(8, torch.float32)])
+    assert found.notes == ("engine batched: agrees with the loop on 2 samples.",)
+
+
+def test_rounding_of_a_part_in_float32_is_no_disagreement() -> None:
+    """Key biases have no gradient but the rounding of the softmax, which is not that of the weights' dtype."""
+    wide = 24
+
+    def attend(m: Any, x: Tensor) -> Tensor:
+        shares = (m.query(x) @ m.key(x).mT).float().softmax(-1)
+        rounded = shares / (len(x) + 2) * (len(x) + 2)  # in one way for one sample, in another for two
+        return rounded.to(x) @ m.value(x)
+
+    torch.manual_seed(7)
+    parts = {name: nn.Linear(WIDTH, wide) for name in ("query", "key", "value")}
+    found = gradfix.collect_votes(Middle(attend, wide, **parts).double(), Counted(), [batch_of(8)])
     assert found.notes == ("engine batched: agrees with the loop on 2 samples.",)
 
 

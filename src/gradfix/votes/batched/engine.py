@@ -225,6 +225,7 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     _see_rows(watch, losses, owned=whole and bool(picked))
     hooked = {name for name, p in parameters.items() if p._backward_hooks}
     plan = resolve(watch.operations, count, hooked, _Scaling(few, watch, certain=asked.count != count))
+    plan.dtype = min(watch.computed | {plan.dtype}, key=lambda dtype: dtype.itemsize)
     watch.forget()
     if plan.left_out and (whole or not plan.ragged):
         _note(plan.left_out)

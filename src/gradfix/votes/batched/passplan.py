@@ -73,7 +73,7 @@ class PassPlan:
     ragged: bool = False
     proven: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
     places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
-    dtype: torch.dtype = torch.float32  # the narrowest that activations have
+    dtype: torch.dtype = torch.float32  # the narrowest that gradients come about in
     silent: bool = False  # some operations reach no loss: heads that are not asked
 
     @property
@@ -145,7 +145,7 @@ def leave_out(steps: list[Step], left_out: set[str]) -> list[Step]:
 
 def _voting_step(operation: Operation, live: set[int], roots: frozenset[str], samples: int) -> Step | None:
     function, output = operation.key[0], operation.output
-    if output is None:
+    if output is None or any(tensor.is_sparse for tensor, _, _ in operation.weights):
         return None
     for rule in (rule_for(function), LOCAL if operation.on_samples else REPEAT):
         if rule is None:

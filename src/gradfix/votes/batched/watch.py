@@ -154,6 +154,7 @@ class PlanningWatch(Watch):
         self.batch = {id(leaf): leaf for leaf in tensors_of(batch)}
         self.operations: list[Operation] = []
         self.in_place: set[Any] = set()  # graph nodes that index, and leave every row with its sample
+        self.computed: set[torch.dtype] = set()  # in which gradients of samples come about
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -176,6 +177,8 @@ class PlanningWatch(Watch):
             for tensor in tensors_in(output):
                 if id(tensor) not in self.tracked:
                     self.from_samples[tensor] = True
+                if tensor.requires_grad and tensor.is_floating_point():
+                    self.computed.add(tensor.dtype)
         return output
 
     def shapes(self) -> list[tuple[tuple[Key, int], torch.Size]]:
@@ -213,7 +216,7 @@ class PlanningWatch(Watch):
         on_samples = on_samples and not _is_part(made, weights)
         inputs = [(t.tensor, frozenset(t.roots), t.made_by) for t in weights]
         operation = Operation(key_of(func, weights), args, kwargs, inputs, on_samples)
-        if isinstance(output, Tensor) and not (overwrites(func) and output._is_view()):
+        if isinstance(output, Tensor) and not output.is_sparse and not (overwrites(func) and output._is_view()):
 
             def receive(_: Sequence[Tensor], gradient: Tensor) -> None:
                 if self.look is not None:
@@ -261,7 +264,8 @@ def _is_part(output: Any, weights: list[Tracked]) -> bool:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    dense = not a.is_sparse and not b.is_sparse
+    return dense and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _may_overwrite(func: Any, output: Tensor) -> bool:
