@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,6 +91,13 @@ class Bound(ABC):
     def training_loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
         """One loss per example of a training step; override it where the examples of a step serve each other."""
         return self.loss(model, self.collate(examples))
+
+    def step_losses(self, model: nn.Module, examples: Sequence[Example]) -> list[Callable[[], Tensor]]:
+        """The sum of a training step's losses, in parts that the processes which share the step make, one each."""
+        return [partial(self.summed_loss, model, piece) for piece in current().pieces(examples)]
+
+    def summed_loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+        return self.training_loss(model, examples).sum()
 
     def linked(self, examples: Sequence[Example], anew: bool = False) -> Sequence[Example]:
         """The examples of one set, each knowing the others where the task asks about them together.

@@ -25,7 +25,7 @@ from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
-from gradfix.votes.engines.auto import Choice, choose, remember, remembered
+from gradfix.votes.engines.auto import ChosenEngine, choose, remember, remembered
 from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
@@ -242,7 +242,7 @@ class _FirstBatch:
     good: Batch | None
     bad: list[Bad]
     losses: Tensor
-    choice: Choice | None = None
+    choice: ChosenEngine | None = None
     dtype: torch.dtype = torch.float32
     mixed: bool = False
 

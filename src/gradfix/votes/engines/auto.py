@@ -35,7 +35,7 @@ AGREES = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenEngine:
     """An engine, a note that says why, and what a sample takes of the device's memory where that is known."""
 
     engine: Engine
@@ -43,13 +43,13 @@ class Choice:
     bytes_per_sample: float = 0.0
 
 
-def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Choice:
+def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEngine:
     """The engine for this model and kind of batch.
 
     Unless it is the loop, it must yet see that samples have the same losses all together (`expected`)."""
     size = batch_size(batch)
     if size < CHECKED_SAMPLES:
-        return Choice(loop, "engine loop: the first batch holds one sample.")
+        return ChosenEngine(loop, "engine loop: the first batch holds one sample.")
     few = take(batch, torch.tensor([0, size - 1]))
     held = _allocated(tally)
     trial = Tally(tally.parameters)
@@ -57,20 +57,22 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Choice:
         prove(model, loss, few, trial)
         batched(model, loss, few, trial, record=False)
     except NeedsLoop as reason:
-        return Choice(loop, f"engine loop: {reason}.")
+        return ChosenEngine(loop, f"engine loop: {reason}.")
     except Exception as error:  # whatever a model does to the fast path, the loop still works
-        return Choice(loop, f"engine loop: batched failed with {type(error).__name__}: {error}.")
+        return ChosenEngine(loop, f"engine loop: batched failed with {type(error).__name__}: {error}.")
     if trial.looped:
-        return Choice(loop, f"engine loop: {next(iter(trial.looped))}.")
+        return ChosenEngine(loop, f"engine loop: {next(iter(trial.looped))}.")
     bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES
     wrong = disagreements(model, loss, few, trial)
     if wrong:
         name, share = max(wrong.items(), key=lambda item: item[1])
-        return Choice(loop, f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%}).")
-    return Choice(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
+        return ChosenEngine(
+            loop, f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."
+        )
+    return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
 
 
-def remember(choice: Choice, model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+def remember(choice: ChosenEngine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
     """Trust the plan that was checked, for this very loss."""
     plan = plan_for(model, loss, batch, tally)
     if plan is not None and choice.engine is not loop:
@@ -81,12 +83,12 @@ def remember(choice: Choice, model: nn.Module, loss: Loss, batch: Batch, tally: 
         plan.trust = Trust(own, choice.bytes_per_sample)
 
 
-def remembered(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Choice | None:
+def remembered(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEngine | None:
     plan, size = plan_for(model, loss, batch, tally), batch_size(batch)
     if plan is None or plan.trust is None or plan.trust.loss() != loss or size < CHECKED_SAMPLES:
         return None
     needed = plan.trust.bytes_per_sample
-    return Choice(_in_parts(needed, size, tally), AGREES, needed)
+    return ChosenEngine(_in_parts(needed, size, tally), AGREES, needed)
 
 
 class _TakingBack:
