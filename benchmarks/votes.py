@@ -41,12 +41,13 @@ WARM_UP = 4  # passes before a recording is played
 class Memory:
     """Peak bytes on a GPU since the start, above what was held then."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, empty: bool = True) -> None:
         self.on = device.type == "cuda"
         gc.collect()
         if self.on:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            if empty:
+                torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             self.held, self.reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
@@ -254,9 +255,7 @@ PUBLIC_CALLS = {"batched": "batched", "auto, first call": "auto", "auto, again":
 
 
 def public(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
-    """What `collect_votes` takes as a user calls it, over ordinary backwards of the same batches taken in turns with it.
-
-    The first call of `auto` meets a model it has not seen; kernels are compiled before."""
+    """Whole calls over ordinary backwards of the same batches, taken in turns. The first of `auto` meets a new model."""
     case = loaded(name, dtype, options)
     model, loss, batch = case
     for engine in ("batched", "auto"):
@@ -292,7 +291,7 @@ def _one_call(case: Case, batches: list[Any], engine: str | None) -> tuple[float
     """Seconds and peak bytes of one public call, or (without an engine) of one ordinary backward a batch."""
     model, loss, batch = case
     device = next(model.parameters()).device
-    memory = Memory(device)
+    memory = Memory(device, empty=False)
     start = time.perf_counter()
     if engine is None:
         for batch in batches:

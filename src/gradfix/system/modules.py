@@ -23,7 +23,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training is not mode:
+                module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

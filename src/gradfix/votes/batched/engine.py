@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from gradfix.errors import DataError
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
-from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
+from gradfix.votes.batched.recorded import (
+    BatchVote,
+    Repeats,
+    all_finite,
+    drop,
+    record_pass,
+    repeats_of,
+    stays_put,
+    watch_pass,
+)
 from gradfix.votes.batched.sample_rows import (
     Layout,
     OwnedRows,
@@ -124,6 +133,13 @@ def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 def _run_again(known: Repeats, asked: BatchVote) -> None:
     """The pass of a batch like the last one: watched, then recorded, then played."""
+    if known.seen < WATCHED or known.reason:
+        _run(asked)
+        return
+    if not stays_put(known, asked):
+        drop(asked.model)
+        _run(asked)
+        return
     if known.recording is None and known.example is not None:
         plan = _known_plan(asked)
         if plan is None or not plan.proven or plan.left_out or plan.ragged:
@@ -132,7 +148,7 @@ def _run_again(known: Repeats, asked: BatchVote) -> None:
             record_pass(known, asked, lambda again: _run_proven(plan, again))
     if known.recording is not None:
         known.recording.fold(asked)
-    elif known.seen == WATCHED and not known.reason:
+    elif known.seen == WATCHED:
         watch_pass(known, asked, _run)
     else:
         _run(asked)
