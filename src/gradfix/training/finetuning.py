@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.interrupted import State, save_state
+from gradfix.checkpoints.slices import Wholes
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.system.modules import left_as_it_was
@@ -101,11 +102,17 @@ def finetune(
             run.step(step, rows)
             if progress is not None:
                 progress(1)
-            if checkpoint is not None and current().leads and time.monotonic() - last_save >= pause:
+            if checkpoint is not None and _due(time.monotonic() - last_save >= pause):
                 begin = time.monotonic()
                 run.save(checkpoint, step + 1)
                 last_save = time.monotonic()
                 pause = max(SAVE_EVERY_SECONDS, (last_save - begin) / SAVE_SHARE)
+
+
+def _due(due: bool) -> bool:
+    """Whether this process has something to do for a save: one that leads, or (in step) takes part in it."""
+    group = current()
+    return bool(group.gather(due)[0]) if group.in_step else due and group.leads
 
 
 class _Run:
@@ -147,7 +154,7 @@ class _Run:
         about = repr((self.recipe, self.micro_batch, self.bound.asked(), rows, names))
         shown = self.bound.collate(self.examples[: self.micro_batch])
         model = self.bound.model
-        weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        weights = Wholes({**dict(model.named_buffers()), **dict(model.named_parameters())})
         return weights_key(weights, weights_key(shown, about))
 
     def resume(self, path: Path) -> int:
@@ -165,7 +172,9 @@ class _Run:
 
     def save(self, path: Path, done: int) -> None:
         about = {"format": "gradfix.finetune", "key": self.key, "steps": str(done)}
-        save_state(path, self.training.state(), about)
+        state = self.training.state()
+        if current().leads:
+            save_state(path, state, about)
 
 
 def _diverged(step: int, loss: float) -> UnsafeResult:
