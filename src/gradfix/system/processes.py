@@ -73,6 +73,10 @@ class Group:
         dist.all_gather_object(found, value)
         return found
 
+    def agree(self, wish: bool) -> bool:
+        """What the first process wishes, where all go in step; else each has its own way."""
+        return bool(self.gather(wish)[0]) if self.in_step else wish
+
     def pieces(self, items: Sequence[T]) -> list[Sequence[T]]:
         """The items cut into one consecutive piece for every process, where there are enough of them."""
         cuts = [len(items) * rank // self.size for rank in range(self.size + 1)]

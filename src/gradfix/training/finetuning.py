@@ -102,17 +102,11 @@ def finetune(
             run.step(step, rows)
             if progress is not None:
                 progress(1)
-            if checkpoint is not None and _due(time.monotonic() - last_save >= pause):
+            if checkpoint is not None and current().agree(time.monotonic() - last_save >= pause):
                 begin = time.monotonic()
                 run.save(checkpoint, step + 1)
                 last_save = time.monotonic()
                 pause = max(SAVE_EVERY_SECONDS, (last_save - begin) / SAVE_SHARE)
-
-
-def _due(due: bool) -> bool:
-    """Whether this process has something to do for a save: one that leads, or (in step) takes part in it."""
-    group = current()
-    return bool(group.gather(due)[0]) if group.in_step else due and group.leads
 
 
 class _Run:

@@ -168,7 +168,9 @@ def build_for_lessons(
     return _built(make, checkpoint, device, lambda model: shard_for_lessons(model, mesh)).model
 
 
-def _built(make: Callable[[], nn.Module], checkpoint: Checkpoint, device: Any, split: Callable[[nn.Module], Any]) -> Any:
+def _built(
+    make: Callable[[], nn.Module], checkpoint: Checkpoint, device: Any, split: Callable[[nn.Module], Any]
+) -> Any:
     model = build_empty(make, checkpoint)
     names = name_map(model, checkpoint.names())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
