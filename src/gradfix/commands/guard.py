@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gradfix.checkpoints.write import locked, make_parent, refuse_inside, refuse_occupied, refuse_odd_file
 from gradfix.data.files import is_table
 from gradfix.errors import OutputError, UnsafeResult, UsageError
-from gradfix.system.processes import Group, current, in_processes, joined, launched, sharing
+from gradfix.system.processes import current, in_processes, joined, launched, sharing
 
 Result = TypeVar("Result")
 Run = Callable[..., Result]
@@ -194,32 +194,18 @@ def among_processes(run: Run[Result]) -> Run[Result]:
 def _as_rank(job: tuple[Run[Result], Any, tuple[Any, ...]]) -> Result:
     run, config, more = job
     run = getattr(run, "__wrapped__", run)
+    from gradfix.tasks.loading import split_over
+
     with joined() as group:
         config = replace(config, device=group.device(config.device))
         if not getattr(config, "sharded", False):
             with sharing(group):
                 return run(config, *more)
         try:
-            with sharing(replace(group, in_step=True)), _split_over(group, config.device):
+            with split_over(group, config.device):
                 return run(config, *more)
         finally:
             gc.collect()  # FSDP's modules must be gone before their group is
-
-
-@contextlib.contextmanager
-def _split_over(group: Group, device: str) -> Iterator[None]:
-    """Every model that is opened inside is built without weights, and each process reads its slices."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from gradfix.tasks.loading import BUILDER
-    from gradfix.votes.distributed.build import build_for_lessons
-
-    mesh = init_device_mesh(device.split(":", maxsplit=1)[0], (group.size,), mesh_dim_names=("shard",))
-    token = BUILDER.set(lambda make, source: build_for_lessons(make, source, mesh, device))
-    try:
-        yield
-    finally:
-        BUILDER.reset(token)
 
 
 def in_notes(result: Any, note: str) -> Any:

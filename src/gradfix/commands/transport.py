@@ -17,7 +17,6 @@ from torch import nn
 from gradfix.checkpoints.folder import device_name
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
-from gradfix.checkpoints.slices import on_the_leader
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
 from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart, refuse_odd_task
@@ -55,7 +54,7 @@ from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
-from gradfix.training.lowrank import LowRank, moved_by
+from gradfix.training.lowrank import moved_by, put_together
 from gradfix.training.oldindex import OldIndex, keep_index
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
@@ -227,7 +226,7 @@ class _Transport:
             measured["keep_index"] = kept.as_json()
             self.notes.append(kept.note())
         report = None
-        update = self._put_together(update)
+        update = put_together(update)
         writes = not config.dry_run and current().leads
         if writes:
             look = self._read_back(trial, measured, adapter is not None and outcome.adapter is None, kept)
@@ -246,12 +245,6 @@ class _Transport:
         if config.report and writes:
             write_page(self.wanted, result, self.shots)
         return result
-
-    def _put_together(self, update: TaskVector) -> TaskVector:
-        """The update of a split model, whole on the process that writes it."""
-        if not current().in_step or isinstance(update, LowRank):
-            return update
-        return TaskVector(on_the_leader(current(), update))
 
     def _old_index(self, trial: Trial) -> OldIndex:
         """The map from the model as it stands now into the old fine-tune's space."""

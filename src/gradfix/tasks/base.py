@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+    return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__.removeprefix("FSDP")
 
 
 def by_length(examples: Sequence[Example]) -> list[int]:
