@@ -43,20 +43,19 @@ def is_split(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
-def own_slice(tensor: Tensor, like: Tensor) -> Tensor:
+def own_slice(tensor: Any, like: Any) -> Tensor:
     """What this process owns of a tensor that belongs to the parameter `like`: all of it where that is not split."""
-    if is_split(tensor):
-        own: Tensor = tensor.to_local()  # type: ignore[operator]
-        return own
-    if not is_split(like):
-        return tensor
-    rows, local = rows_of(like), like.to_local()  # type: ignore[operator]
-    return tensor.reshape(-1)[rows.first : rows.first + rows.count].view(local.shape)
+    found: Tensor = tensor.to_local() if is_split(tensor) else tensor
+    if is_split(tensor) or not is_split(like):
+        return found
+    rows = rows_of(like)
+    return found.reshape(-1)[rows.first : rows.first + rows.count].view(like.to_local().shape)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """A tensor put together on every process; all must ask for it, in step."""
-    return tensor.full_tensor() if is_split(tensor) else tensor  # type: ignore[operator]
+    found: Tensor = tensor.full_tensor() if is_split(tensor) else tensor
+    return found
 
 
 class Wholes(Mapping[str, Tensor]):

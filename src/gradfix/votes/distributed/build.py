@@ -91,7 +91,7 @@ def _split(model: nn.Module, recompute: bool, settings: dict[str, Any], **root: 
     for block in blocks(model):
         fully_shard(block, **settings)
     fully_shard(model, **settings, **root)
-    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    found: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in found:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
