@@ -61,6 +61,7 @@ def _sequence_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 MODELS: dict[str, Callable[[int], Case]] = {
     "vit-b": lambda n: vit(768, 12, 12, 16, 224, n),
     "vit-l": lambda n: vit(1024, 24, 16, 14, 224, n),
+    "llama-350m": lambda n: llama(1024, 24, 2816, 16, 256, n),
     "llama-1b": lambda n: llama(2048, 22, 5632, 32, 512, n),
     "llama-7b": lambda n: llama(4096, 32, 11008, 32, 512, n, shared_heads=1),
     "t5-base": lambda n: t5(768, 12, 128, n),

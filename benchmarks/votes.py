@@ -1,18 +1,20 @@
 """What a majority vote costs: seconds and peak memory of every way to get it, against one ordinary backward.
 
     PYTHONPATH=src python -m benchmarks.votes --suite --json benchmarks/results/votes_h200.json
+    PYTHONPATH=src python -m benchmarks.votes --public 1 8 --models vit-b vit-l --dtypes bfloat16 --json votes_public.json
     PYTHONPATH=src python -m benchmarks.votes --models vit-s vit-s-short --samples 16 --threads 2 --json votes_cpu.json
 
 An ordinary backward is one forward and backward of the same batch with all parameter gradients, no optimizer. Schemes:
 `batched` (one pass, recorded where that pays), `launched` (the same, every pass launched anew), `collect_votes` (the
 public call for one batch: launched, with its checks), `loop` (one sample at a time), `vmap` (torch.func, in chunks that
 fit), `retain_graph` (one backward per sample through the graph of the whole batch), `opacus` where it is installed.
-Slow schemes may be timed on some of the samples, whose number is written down.
+Slow schemes may be timed on some of the samples, whose number is written down. `--public` times whole calls instead.
 Memory is what a scheme takes on top of the weights and the batch; `reserved` also counts what the allocator keeps."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import platform
@@ -25,9 +27,10 @@ import torch
 from torch import nn
 
 from benchmarks.vote_models import MODELS, TINY, Case
-from benchmarks.vote_schemes import SCHEMES, SLOW, backward_through_all
+from benchmarks.vote_schemes import SCHEMES, SLOW, backward_through_all, ordinary
 from gradfix._compat import heal_torchvision
 from gradfix.votes.batched import recorded
+from gradfix.votes.collect import collect_votes
 from gradfix.votes.engines.passes import take
 from gradfix.votes.tally import Tally
 
@@ -38,12 +41,13 @@ WARM_UP = 4  # passes before a recording is played
 class Memory:
     """Peak bytes on a GPU since the start, above what was held then."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, empty: bool = True) -> None:
         self.on = device.type == "cuda"
         gc.collect()
         if self.on:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            if empty:
+                torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             self.held, self.reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
@@ -177,13 +181,17 @@ def _launch_times(case: Case, scheme: str, tally: Tally) -> dict[str, float]:
     return {"wall": statistics.median(w for w, _ in found), "launched": statistics.median(n for _, n in found)}
 
 
+def loaded(name: str, dtype: torch.dtype, options: argparse.Namespace) -> Case:
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model, loss, batch = (TINY if options.tiny else MODELS)[name](options.samples)
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    return model.to(dtype).eval(), loss, batch
+
+
 def bench(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(options.device)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model, loss, batch = (TINY if options.tiny else MODELS)[name](options.samples)
-    model = model.to(dtype).eval()
-    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    model, loss, batch = loaded(name, dtype, options)
     row: dict[str, Any] = {
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
@@ -243,6 +251,58 @@ def _ratios(row: dict[str, Any]) -> dict[str, float]:
     return ratios
 
 
+PUBLIC_CALLS = {"batched": "batched", "auto, first call": "auto", "auto, again": "auto"}
+
+
+def public(name: str, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
+    """Whole calls over ordinary backwards of the same batches, taken in turns. The first of `auto` meets a new model."""
+    case = loaded(name, dtype, options)
+    model, loss, batch = case
+    for engine in ("batched", "auto"):
+        collect_votes(model, loss, [batch] * 2, engine=engine)
+    row: dict[str, Any] = {
+        "model": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "samples_a_batch": options.samples,
+    }
+    row |= {"parameters": sum(p.numel() for p in model.parameters()), "calls": []}
+    for count in options.public:
+        batches = [batch] * count
+        found: dict[str, list[tuple[float, int]]] = {kind: [] for kind in ("ordinary", *PUBLIC_CALLS)}
+        for _ in range(options.repeats):
+            found["ordinary"].append(_one_call(case, batches, None))
+            for kind, engine in PUBLIC_CALLS.items():
+                own = copy.deepcopy(model) if "first" in kind else model
+                found[kind].append(_one_call((own, loss, batch), batches, engine))
+                del own
+        usual, held = (statistics.median(values) for values in zip(*found.pop("ordinary")))
+        for kind, measured in found.items():
+            seconds, peak = (statistics.median(values) for values in zip(*measured))
+            call = {"engine": kind, "batches": count, "seconds": seconds, "ordinary_seconds": usual}
+            call |= {"ratio": seconds / usual, "fastest": min(value for value, _ in measured)}
+            if torch.device(options.device).type == "cuda":
+                call["extra_peak_bytes_per_parameter"] = (peak - held) / row["parameters"]
+            row["calls"].append(call)
+            print(name, row["dtype"], call, flush=True)
+    return row
+
+
+def _one_call(case: Case, batches: list[Any], engine: str | None) -> tuple[float, int]:
+    """Seconds and peak bytes of one public call, or (without an engine) of one ordinary backward a batch."""
+    model, loss, batch = case
+    device = next(model.parameters()).device
+    memory = Memory(device, empty=False)
+    start = time.perf_counter()
+    if engine is None:
+        for batch in batches:
+            ordinary(model, loss, batch, Tally({}))
+            model.zero_grad(set_to_none=True)
+    else:
+        collect_votes(model, loss, batches, engine=engine)
+    synchronize(device)
+    return time.perf_counter() - start, memory.found().get("peak_bytes", 0)
+
+
 PAIR = ["ordinary", "batched"]
 # One process for everything the documents state about one large GPU: models and options, the most wanted first.
 SUITE: list[tuple[list[str], dict[str, Any]]] = [
@@ -262,7 +322,7 @@ SUITE: list[tuple[list[str], dict[str, Any]]] = [
 def run_suite(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for models, changes in SUITE:
-        defaults = {"dtypes": ["bfloat16"], "tf32": False, "profile": False, "micro_batch": None}
+        defaults = {"dtypes": ["bfloat16"], "tf32": False, "profile": False, "micro_batch": None, "public": None}
         chosen = argparse.Namespace(**{**vars(options), **defaults, **changes})
         if options.tiny:
             chosen.samples, chosen.repeats = min(chosen.samples, 6), 1
@@ -278,7 +338,7 @@ def run_rows(models: list[str], options: argparse.Namespace, rows: list[dict[str
     torch.backends.cudnn.allow_tf32 = options.tf32
     for name in models:
         for dtype in options.dtypes:
-            rows.append(bench(name, getattr(torch, dtype), options))
+            rows.append((public if options.public else bench)(name, getattr(torch, dtype), options))
             write(rows, options)
 
 
@@ -301,6 +361,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suite", action="store_true", help="all measurements for one large GPU")
+    parser.add_argument(
+        "--public", type=int, nargs="+", metavar="N", help="collect_votes itself, with N batches a call"
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the benchmark itself")
     parser.add_argument("--time-limit", type=float, default=190, help="seconds after which nothing slow is started")
     parser.add_argument("--tf32", action="store_true", help="let float32 products use the tf32 matrix units")

@@ -163,3 +163,33 @@ def test_a_fine_tune_goes_on_with_another_number_of_processes(tmp_path, monkeypa
     whole, cut = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "cut"))
     for name, tensor in whole.items():
         torch.testing.assert_close(cut[name], tensor, **TOLERANCE)
+
+
+def related_texts() -> list[dict[str, str]]:
+    kinds = {"animals": "cat dog horse cow", "tools": "hammer saw drill knife", "food": "bread rice soup cheese"}
+    return [
+        {"text": f"{word} {end}", "label": label}
+        for end in ("here", "there now", "again and again")
+        for label, words in kinds.items()
+        for word in words.split()
+    ]
+
+
+def retriever(folder: Path) -> dict[str, Any]:
+    """A few steps that contrast all texts of a batch, by both trainings."""
+    from gradfix.tasks.base import TASKS
+
+    bound = TASKS["embedding"]({}).open(folder, device="cpu")
+    finetuning.finetune(bound, related_texts(), steps=3, batch_size=9, lr=1e-3)
+    losses = [loss for _, _, loss in finetuning.tune(
+        bound, bound.linked(related_texts()), rate=1e-3, stops=(1, 2), batch=7, seed=1
+    )]  # fmt: skip
+    weights = {name: p.detach().numpy() for name, p in bound.model.named_parameters() if "key.bias" not in name}
+    return {**weights, "losses": losses}
+
+
+def test_a_retriever_contrasts_all_texts_of_a_step_whoever_reads_them(tmp_path):
+    save_tiny("bert", tmp_path, 1)
+    one, many = retriever(tmp_path), in_processes(in_a_group, (retriever, tmp_path), 2)
+    for name, values in one.items():
+        torch.testing.assert_close(torch.as_tensor(many[name]), torch.as_tensor(values), **TOLERANCE)

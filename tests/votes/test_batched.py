@@ -45,6 +45,37 @@ def test_engine_matches_the_loop(family: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_later_batches_vote_as_the_first(family: str) -> None:
+    """The second pass learns where weights are used, and the later ones look only there."""
+    model, loss, batch = make_case(family)
+    once = votes_of(model, loss, [batch], "loop")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="no vote rule covers")
+        warnings.filterwarnings("ignore", message=".*abstained")
+        found = votes_of(model, loss, [batch] * 4)
+    assert_equal_votes({name: 4 * votes for name, votes in once.items()}, found)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_weight_used_in_another_place_later_on() -> None:
+    class Detour(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.leave = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.enter(x).tanh()
+            return F.linear(h, self.leave.weight.flip(0), self.leave.bias) if bool(x[0, 0] > 5) else self.leave(h)
+
+    torch.manual_seed(0)
+    model = Detour().double()
+    usual = {"x": torch.randn(SAMPLES, 6, dtype=torch.double), "y": torch.arange(SAMPLES) % 3}
+    other = {**usual, "x": usual["x"] + 6}
+    batches = [usual, usual, usual, other, usual, other]
+    assert_equal_votes(votes_of(model, image_loss, batches, "loop"), votes_of(model, image_loss, batches))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_of_a_known_family_has_a_rule(family: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="no vote rule covers")
@@ -262,6 +293,41 @@ def test_auto_says_what_it_chose() -> None:
         assert any(note.startswith("engine loop: most weights") for note in notes)
         notes = collect_votes(Hidden(), image_loss, [batch], engine="batched").notes
     assert notes[0].startswith("engine batched: 5 samples are voted on one at a time: most weights")
+
+
+def test_auto_checks_a_model_once_for_each_loss() -> None:
+    class Counted:
+        calls = 0
+
+        def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+            self.calls += 1
+            return loss(model, batch)
+
+    model, loss, batch = make_case("vit")
+    first, second = Counted(), Counted()
+    votes = collect_votes(model, first, [batch] * 3)
+    checked = first.calls
+    again = collect_votes(model, first, [batch] * 3)
+    assert first.calls == checked + 3 < 2 * checked
+    assert again.notes == votes.notes
+    assert_equal_votes(dict(votes), dict(again))
+    collect_votes(model, second, [batch] * 3)
+    assert second.calls > 3
+
+
+def test_samples_that_mix_are_never_remembered_as_apart() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            crowd = (torch.arange(len(x)) > 1).double()[:, None]
+            return self.layer(x * (1 - 0.5 * crowd))
+
+    model, batch = Mixing().double(), {"x": torch.randn(8, 6, dtype=torch.double), "y": torch.arange(8) % 3}
+    for _ in range(2):
+        assert collect_votes(model, image_loss, [batch]).notes[0].startswith("engine loop: samples of a batch depend")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError
-from gradfix.votes.batched import recorded
+from gradfix.votes.batched import engine, recorded
 from gradfix.votes.batched.engine import batched
 from gradfix.votes.engines.loop import NotFinite, loop
 from gradfix.votes.engines.passes import take
@@ -44,6 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     monkeypatch.setattr(recorded, "can_record", lambda _: True)
     monkeypatch.setattr(recorded, "capture", stand_in.capture)
+    monkeypatch.setattr(engine, "WATCHED", 2)
     monkeypatch.setattr(recorded, "IDLE_SHARE", 1.0)
     monkeypatch.setattr(recorded.Recording, "seconds", lambda self: self.run() * 0.0)
     yield stand_in
@@ -177,6 +178,7 @@ def test_nothing_is_kept_after_a_vote(device: StandIn) -> None:
 @needs_cuda
 @pytest.mark.cuda
 def test_cuda_recordings_repeat_the_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "WATCHED", 2)
     monkeypatch.setattr(recorded, "IDLE_SHARE", 1.0)
     model, loss, batch = make_case("vit")
     model = model.cuda()
@@ -195,6 +197,7 @@ def test_cuda_recordings_repeat_the_votes(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("watched", [True, False])
 def test_cuda_passes_that_wait_are_not_recorded(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether seen beforehand or found out by a recording that breaks off, later work is not disturbed."""
+    monkeypatch.setattr(engine, "WATCHED", 2)
     monkeypatch.setattr(recorded, "IDLE_SHARE", 1.0)
     model, _, batch = make_case("vit")
     model = model.cuda()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table, is_output_table
 from gradfix.align.pairing import side_by_side
 from gradfix.align.roles import Part
+from gradfix.checkpoints.slices import is_split
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
 from gradfix.system.modules import left_as_it_was
@@ -115,7 +116,9 @@ def move(
         raise DataError("coordinates need inputs that both bases read; there are none.")
     pairs, hidden = _watchable(correspondence, base.model, target.model)
     found: dict[str, Tensor] = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        name: torch.zeros(
+            p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu" if is_split(p) else p.device
+        )
         for name, p in target.model.named_parameters()
     }
     work = _Work(tau, found, correspondence, rows or {})

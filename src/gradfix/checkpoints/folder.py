@@ -139,10 +139,14 @@ def save_like(
     overwrite: bool = False,
     details: Mapping[str, Any] | None = None,
     extras: Callable[[Path], None] | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write the model's weights under the source's on-disk names; tensors the model lacks are the source's own."""
+    """Write the model's weights under the source's on-disk names; tensors the model lacks are the source's own.
+
+    `parameters` are the weights where the model holds only slices of them."""
     refuse_inside(out, [source.path] if source.path is not None else [])
-    parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
+    if parameters is None:
+        parameters = {name: p.detach().cpu() for name, p in model.named_parameters()}
     for name, value in parameters.items():
         if not bool(torch.isfinite(value).all()):
             raise UnsafeResult(f"weight {name!r} is not finite after training; lower the learning rate.")

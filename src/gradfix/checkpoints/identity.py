@@ -53,7 +53,8 @@ def probe_module(model: nn.Module, renamed: Mapping[str, str]) -> Probe:
     """Probed values under on-disk names (`renamed` has the module's); tensors that are split on disk are left out."""
     parameters = dict(model.named_parameters())
     chosen = [(disk, parameters[name]) for name, disk in renamed.items() if parameters[name].numel()]
-    values = values_of([p.detach().reshape(-1)[:PROBES] for _, p in chosen])
+    with torch.no_grad():
+        values = values_of([p.reshape(-1).narrow(0, 0, min(PROBES, p.numel())) for _, p in chosen])
     return {disk: [round(value, 8) for value in few] for (disk, _), few in zip(chosen, values)}
 
 

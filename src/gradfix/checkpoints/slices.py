@@ -39,6 +39,62 @@ def rows_of(parameter: Any) -> Rows:
     return Rows(offset[0] * width if count else 0, count)
 
 
+def is_split(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def own_slice(tensor: Any, like: Any) -> Tensor:
+    """What this process owns of a tensor that belongs to the parameter `like`: all of it where that is not split."""
+    found: Tensor = tensor.to_local() if is_split(tensor) else tensor
+    if is_split(tensor) or not is_split(like):
+        return found
+    rows = rows_of(like)
+    return found.reshape(-1)[rows.first : rows.first + rows.count].view(like.to_local().shape)
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor put together on every process; all must ask for it, in step."""
+    found: Tensor = tensor.full_tensor() if is_split(tensor) else tensor
+    return found
+
+
+class Wholes(Mapping[str, Tensor]):
+    """Tensors of which some are split, put together when they are asked for; all processes must, in step."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self.tensors[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def split_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, split as the parameter `like` is."""
+    from torch.distributed.tensor import DTensor
+
+    if not is_split(like) or not tensor.ndim:
+        return tensor
+    own = own_slice(tensor, like).to(like.device).clone()
+    split: Tensor = DTensor.from_local(own, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())  # type: ignore[attr-defined]
+    return split
+
+
+def on_the_leader(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors in the memory of the process that writes, one after the other; the others keep none."""
+    found = {}
+    for name, tensor in tensors.items():
+        put_together = whole(tensor.detach())
+        if group.leads:
+            found[name] = put_together.cpu()
+    return found
+
+
 @torch.no_grad()
 def load_slices(model: nn.Module, names: NameMap, checkpoint: Checkpoint) -> None:
     """Fill every parameter's local slice; every parameter must find its weights."""

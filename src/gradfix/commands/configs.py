@@ -40,6 +40,7 @@ def help_text(item: Field[Any]) -> str:
 SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's generators take
 METHODS = "gradfix.methods.methods:METHODS"
 ENGINE = "Vote engine; auto takes the fastest that the model allows."
+SPLIT = "Split the model over the processes: for models that no device holds."
 PROCESSES = "Processes that share scores, votes and training steps (torchrun brings its own)."
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
 DUPLICATES = "Examples that stand in train and in test: take them out of train, or of test, instead of refusing them."
@@ -140,7 +141,7 @@ class VoteConfig(ShotOptions):
     base: str | None = option("Old base model; only needed for --select other than random.")
     vote: str = option("majority (of per-sample signs) or mean (sign of the summed gradient).", "majority")
     processes: int = option("Processes that share the samples.", 1, least=1)
-    sharded: bool = option("Split the model over the processes: for models that no device holds.", False)
+    sharded: bool = option(SPLIT, False)
     replicas: int = option("With --sharded: how many times the processes hold the whole model.", 1, least=1)
     recompute: bool = option("With --sharded: keep no activations inside layers, compute them twice.", False)
     offload: str | None = option("One device, model larger than memory: folder for weights that do not fit.")
@@ -199,6 +200,7 @@ class TransportConfig(TrioOptions, ShotOptions):
     overwrite: bool = option("Replace a non-empty output folder.", False)
     force: bool = option("Go on where a check would refuse.", False)
     processes: int = option(PROCESSES, 1, least=1)
+    sharded: bool = option(f"{SPLIT} With --method best.", False)
     dry_run: bool = option(DRY_RUN, False)
 
 
@@ -218,6 +220,7 @@ class FinetuneConfig(DataOptions):
     drop_duplicates: str | None = option(DUPLICATES)
     new_head: bool = option("Classification: put a new head on a model that has none.", False)
     processes: int = option(PROCESSES, 1, least=1)
+    sharded: bool = option(SPLIT, False)
     overwrite: bool = option("Replace a non-empty output folder.", False)
     dry_run: bool = option(DRY_RUN, False)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradfix.checkpoints.folder import save_like
 from gradfix.checkpoints.open import open_checkpoint, resolve
+from gradfix.checkpoints.slices import on_the_leader
 from gradfix.checkpoints.write import discard, refuse_inside, refuse_occupied
 from gradfix.commands.configs import FinetuneConfig, given
 from gradfix.commands.guard import among_processes, sole_writer
@@ -49,10 +50,11 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             weight_decay=config.weight_decay, warmup=config.warmup, seed=config.seed, progress=progress,
             checkpoint=state,
         )  # fmt: skip
+        trained = on_the_leader(current(), dict(bound.model.named_parameters()))
         if current().leads:
             save_like(
                 source, bound.model, out, overwrite=config.overwrite, details={"command": given(config)},
-                extras=bound.save_extras,
+                extras=bound.save_extras, parameters=trained,
             )  # fmt: skip
             discard(state)
     result: dict[str, Any] = {"out": str(out), "summary": f"wrote {out}", "notes": [*notes, *bound.notes]}

@@ -178,6 +178,8 @@ def among_processes(run: Run[Result]) -> Run[Result]:
     @functools.wraps(run)
     def shared(config: Any, *more: Any, **options: Any) -> Result:
         plain = tuple(one for one in more if not callable(one))  # who is told on the way stays here
+        if getattr(config, "sharded", False) and config.processes < 2 and not launched():
+            raise UsageError("--sharded splits the model over processes: give --processes N, or start with torchrun.")
         if launched():
             return _as_rank((run, config, plain))
         if config.processes < 2 or getattr(config, "dry_run", False):
@@ -192,8 +194,18 @@ def among_processes(run: Run[Result]) -> Run[Result]:
 def _as_rank(job: tuple[Run[Result], Any, tuple[Any, ...]]) -> Result:
     run, config, more = job
     run = getattr(run, "__wrapped__", run)
-    with joined() as group, sharing(group):
-        return run(replace(config, device=group.device(config.device)), *more)
+    from gradfix.tasks.loading import split_over
+
+    with joined() as group:
+        config = replace(config, device=group.device(config.device))
+        if not getattr(config, "sharded", False):
+            with sharing(group):
+                return run(config, *more)
+        try:
+            with split_over(group, config.device):
+                return run(config, *more)
+        finally:
+            gc.collect()  # FSDP's modules must be gone before their group is
 
 
 def in_notes(result: Any, note: str) -> Any:

@@ -54,7 +54,7 @@ from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
-from gradfix.training.lowrank import moved_by
+from gradfix.training.lowrank import moved_by, put_together
 from gradfix.training.oldindex import OldIndex, keep_index
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
@@ -79,6 +79,10 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     assert wanted is not None
     refuse_apart(wanted, trio)
     config = wanted.config
+    if config.sharded and wanted.name != DEFAULT:
+        raise UsageError(
+            "--sharded is for --method best; votes for other methods are taken by `gradfix vote --sharded`."
+        )
     twice = refuse_itself(trio, config.force)
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
@@ -222,6 +226,7 @@ class _Transport:
             measured["keep_index"] = kept.as_json()
             self.notes.append(kept.note())
         report = None
+        update = put_together(update)
         writes = not config.dry_run and current().leads
         if writes:
             look = self._read_back(trial, measured, adapter is not None and outcome.adapter is None, kept)
@@ -292,6 +297,9 @@ class _Transport:
         """What an output does besides: it adds the task's files, and where writing rounds, it is measured as written."""
         target, config = self.trio.target, self.config
         coarser = adapter or rounds(target, config.out_dtype, torch_dtype(dtype_of(config)))
+        if coarser and current().in_step:
+            self.notes.append("measured before it was rounded for writing: a split model is not read back.")
+            coarser = False
 
         def look(folder: Path) -> None:
             self.bound.save_extras(folder)

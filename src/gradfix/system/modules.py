@@ -14,14 +14,17 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and no gradients inside; modes and gradients restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    model.eval()
-    for parameter, _ in gradients:
-        parameter.grad = None
+    if any(mode for _, mode in modes):
+        model.eval()
+    for parameter, gradient in gradients:
+        if gradient is not None:
+            parameter.grad = None
     try:
         yield
     finally:
         for module, mode in modes:
-            module.training = mode
+            if module.training is not mode:
+                module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

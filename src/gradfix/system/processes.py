@@ -47,6 +47,7 @@ class Group:
     rank: int
     size: int
     local_rank: int
+    in_step: bool = False  # a model is split over them: what one of them asks of it, all must ask
 
     @property
     def leads(self) -> bool:
@@ -72,13 +73,21 @@ class Group:
         dist.all_gather_object(found, value)
         return found
 
+    def agree(self, wish: bool) -> bool:
+        """What the first process wishes, where all go in step; else each has its own way."""
+        return bool(self.gather(wish)[0]) if self.in_step else wish
+
     def pieces(self, items: Sequence[T]) -> list[Sequence[T]]:
         """The items cut into one consecutive piece for every process, where there are enough of them."""
         cuts = [len(items) * rank // self.size for rank in range(self.size + 1)]
         return [items[first:last] for first, last in pairwise(cuts) if last > first]
 
     def each(self, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
-        """The work done on every item, each by one of the processes, on all of them and in the items' order."""
+        """The work done on every item, each by one of the processes, on all of them and in the items' order.
+
+        Processes that go in step do all of it together."""
+        if self.in_step:
+            return [work(item) for item in items]
         own = [(place, work(item)) for place, item in enumerate(items) if place % self.size == self.rank]
         return [found for _, found in sorted(chain(*self.gather(own)), key=itemgetter(0))]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,6 +92,13 @@ class Bound(ABC):
         """One loss per example of a training step; override it where the examples of a step serve each other."""
         return self.loss(model, self.collate(examples))
 
+    def step_losses(self, model: nn.Module, examples: Sequence[Example]) -> list[Callable[[], Tensor]]:
+        """The sum of a training step's losses, in parts that the processes which share the step make, one each."""
+        return [partial(self.summed_loss, model, piece) for piece in current().pieces(examples)]
+
+    def summed_loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
+        return self.training_loss(model, examples).sum()
+
     def linked(self, examples: Sequence[Example], anew: bool = False) -> Sequence[Example]:
         """The examples of one set, each knowing the others where the task asks about them together.
 
@@ -155,7 +163,7 @@ def _plain(value: Any) -> Any:
         return [_plain(entry) for entry in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__
+    return value if value is None or isinstance(value, (str, int, float)) else type(value).__name__.removeprefix("FSDP")
 
 
 def by_length(examples: Sequence[Example]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +21,7 @@ from torch.nn import functional
 from gradfix.checkpoints.open import resolve
 from gradfix.data.rows import Row, where
 from gradfix.errors import DataError
+from gradfix.system.processes import current
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Marks, Prompts, Task, by_length, settings_of
 from gradfix.tasks.encoders import TEXT_SCALE, TextEncoder
 from gradfix.tasks.loading import freeze_all_but, locate
@@ -219,22 +220,31 @@ class EmbeddingBound(Bound):
         members = self.linked(examples)
         if any("grade" in example for example in members):
             return self.loss(model, self.collate(members))
-        draw = _seeded("".join(str(example["text"]) for example in members))
-        documents, right = list[str](), list[set[str]]()
-        for example in members:
-            assert isinstance(example, Member)
-            documents.append(example.circle.positive(example, draw))
-            right.append(example.circle.right(example))
-        own = [str(text) for example in members for text in example.get("negatives") or ()]
-        paired = members[0].get("text_pair") is not None
-        sides = (QUERY, DOCUMENT) if paired else (PLAIN, PLAIN)
-        texts = [(sides[0], str(e["text"])) for e in members] + [(sides[1], text) for text in documents + own]
-        vectors = self.embed(model, self.encoder.read(texts))
-        near = self.scale * vectors[: len(members)] @ vectors[len(members) :].T
-        hidden = torch.tensor([[text in known for text in documents + own] for known in right])
-        hidden[torch.arange(len(members)), torch.arange(len(members))] = False
+        texts, hidden = _contrast(members)
+        return self._contrasts(self.embed(model, self.encoder.read(texts)), hidden)
+
+    def step_losses(self, model: nn.Module, examples: Sequence[Example]) -> list[Callable[[], Tensor]]:
+        """Processes that share a step read some of its texts each, and contrast all of them as one process does."""
+        members, processes = self.linked(examples), current().size
+        if processes == 1 or any("grade" in example for example in members):
+            return super().step_losses(model, members)
+        return [lambda: self._shared_contrast(model, *_contrast(members))] * processes
+
+    def _shared_contrast(self, model: nn.Module, texts: Sequence[Text], hidden: Tensor) -> Tensor:
+        group = current()
+        first, last = (len(texts) * rank // group.size for rank in (group.rank, group.rank + 1))
+        own = self.embed(model, self.encoder.read(texts[first:last] or texts[:1]))[: last - first]
+        others = [found.to(own) for found in group.gather(own.detach().cpu())]
+        vectors = torch.cat([*others[: group.rank], own, *others[group.rank + 1 :]])
+        whole = self._contrasts(vectors, hidden).sum()
+        # All make the same sum, and each sends it back through its own texts: the gradient is whole, the value shared.
+        return whole - (1 - 1 / group.size) * whole.detach()
+
+    def _contrasts(self, vectors: Tensor, hidden: Tensor) -> Tensor:
+        count = len(hidden)
+        near = self.scale * vectors[:count] @ vectors[count:].T
         near = near.masked_fill(hidden.to(near.device), -1e4)
-        return functional.cross_entropy(near, torch.arange(len(members), device=near.device), reduction="none")
+        return functional.cross_entropy(near, torch.arange(count, device=near.device), reduction="none")
 
     def scoring_batches(self, examples: Sequence[Example], size: int = 16) -> Iterator[Batch]:
         """The texts of the searches, short ones first; queries of a fold search the whole set it was cut from."""
@@ -293,6 +303,22 @@ class EmbeddingBound(Bound):
     def save_extras(self, folder: Path) -> None:
         width = int(self.encoder.model.config.hidden_size)
         write_sentences(folder, self.encoder.own, width, self.encoder.max_length)
+
+
+def _contrast(members: Sequence[Example]) -> tuple[list[Text], Tensor]:
+    """The queries and then the documents of a step, and which of these are hidden from each query: others it should find."""
+    draw = _seeded("".join(str(example["text"]) for example in members))
+    documents, right = list[str](), list[set[str]]()
+    for example in members:
+        assert isinstance(example, Member)
+        documents.append(example.circle.positive(example, draw))
+        right.append(example.circle.right(example))
+    documents += [str(text) for example in members for text in example.get("negatives") or ()]
+    paired = members[0].get("text_pair") is not None
+    sides = (QUERY, DOCUMENT) if paired else (PLAIN, PLAIN)
+    hidden = torch.tensor([[text in known for text in documents] for known in right])
+    hidden[torch.arange(len(members)), torch.arange(len(members))] = False
+    return [(sides[0], str(e["text"])) for e in members] + [(sides[1], text) for text in documents], hidden
 
 
 def _contrasted(example: Member) -> list[Text]:

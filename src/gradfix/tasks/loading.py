@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from gradfix.checkpoints.lora import LoraCheckpoint
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, open_checkpoint, resolve
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
+from gradfix.system.processes import Group, sharing
 
 ADAPTER_CONFIG = "adapter_config.json"
 # A damaged config makes the loaders raise almost anything, their own validation errors included; whatever it
@@ -230,6 +231,24 @@ def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> L
         return model
 
     return Loaded(builder(make, open_checkpoint(home.folder)), [], [])
+
+
+@contextmanager
+def split_over(group: Group, device: str) -> Iterator[None]:
+    """Every model that is opened inside lies in slices over the group (FSDP2), which scores and trains it in step.
+
+    Models are built without weights, and each process reads its own slices from the files."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from gradfix.votes.distributed.build import build_for_lessons
+
+    mesh = init_device_mesh(torch.device(device).type, (group.size,), mesh_dim_names=("shard",))
+    token = BUILDER.set(lambda make, source: build_for_lessons(make, source, mesh, device))
+    try:
+        with sharing(replace(group, in_step=True)):
+            yield
+    finally:
+        BUILDER.reset(token)
 
 
 def _wear(model: nn.Module, home: Home) -> tuple[set[str], dict[str, tuple[int, ...]]]:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.interrupted import State, save_state
+from gradfix.checkpoints.slices import whole
 from gradfix.data.rows import question
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.tasks.reading import AnswerBound, Posed
 
@@ -335,10 +337,12 @@ class _Book:
         for prompt in self.prompts:
             digest.update(json.dumps([prompt.example, prompt.source, prompt.said], default=str).encode())
         for weight in self.teacher.model.parameters():
-            digest.update(weight.detach().flatten()[:64].double().cpu().numpy().tobytes())
+            digest.update(whole(weight.detach()).flatten()[:64].double().cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def _save(self, path: Path, key: str, batches: int) -> None:
+        if not current().leads:
+            return
         rows = sorted(self.found)
         replies = [self.found[row] for row in rows]
         facts = [{"row": row, "tokens": r.tokens, "ended": r.ended, "text": r.text} for row, r in zip(rows, replies)]

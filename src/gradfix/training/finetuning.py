@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.interrupted import State, save_state
+from gradfix.checkpoints.slices import Wholes
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
 from gradfix.system.modules import left_as_it_was
@@ -101,7 +102,7 @@ def finetune(
             run.step(step, rows)
             if progress is not None:
                 progress(1)
-            if checkpoint is not None and current().leads and time.monotonic() - last_save >= pause:
+            if checkpoint is not None and current().agree(time.monotonic() - last_save >= pause):
                 begin = time.monotonic()
                 run.save(checkpoint, step + 1)
                 last_save = time.monotonic()
@@ -126,13 +127,17 @@ class _Run:
         self.training.step(step, self._losses(step, rows))
 
     def _losses(self, step: int, rows: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
-        parts = [rows[first : first + self.micro_batch] for first in range(0, len(rows), self.micro_batch)]
-        for number, part in enumerate(parts if len(parts) > 1 else current().pieces(rows)):
-            yield partial(self._loss, f"{self.recipe.seed}:{step}" + f":{number}" * (number > 0), part, len(rows))
+        examples, model = [self.examples[row] for row in rows], self.bound.model
+        parts = [examples[first : first + self.micro_batch] for first in range(0, len(rows), self.micro_batch)]
+        losses = self.bound.step_losses(model, examples)
+        if len(parts) > 1:
+            losses = [partial(self.bound.summed_loss, model, part) for part in parts]
+        for number, loss in enumerate(losses):
+            yield partial(self._loss, f"{self.recipe.seed}:{step}" + f":{number}" * (number > 0), loss, len(rows))
 
-    def _loss(self, draw: str, part: Sequence[int], count: int) -> Tensor:
+    def _loss(self, draw: str, loss: Callable[[], Tensor], count: int) -> Tensor:
         with _dropout_of(draw, self.training.parameters):
-            return self.bound.training_loss(self.bound.model, [self.examples[row] for row in part]).sum() / count
+            return loss() / count
 
     def _key(self) -> str:
         """Names the run: recipe, what is asked of the model, examples in order, all weights and buffers.
@@ -143,7 +148,7 @@ class _Run:
         about = repr((self.recipe, self.micro_batch, self.bound.asked(), rows, names))
         shown = self.bound.collate(self.examples[: self.micro_batch])
         model = self.bound.model
-        weights = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        weights = Wholes({**dict(model.named_buffers()), **dict(model.named_parameters())})
         return weights_key(weights, weights_key(shown, about))
 
     def resume(self, path: Path) -> int:
@@ -161,7 +166,9 @@ class _Run:
 
     def save(self, path: Path, done: int) -> None:
         about = {"format": "gradfix.finetune", "key": self.key, "steps": str(done)}
-        save_state(path, self.training.state(), about)
+        state = self.training.state()
+        if current().leads:
+            save_state(path, state, about)
 
 
 def _diverged(step: int, loss: float) -> UnsafeResult:
@@ -187,17 +194,20 @@ def tune(
         return DataError(f"few-shot fine-tuning at rate {rates(step):g} diverged in step {step + 1}.")
 
     training = Training(trainable_weights(bound), rates, diverged)
-    order, pieces = draws(len(examples), min(batch, len(examples)), seed), current().pieces
+    order = draws(len(examples), min(batch, len(examples)), seed)
 
-    def share(part: Sequence[int], count: int) -> Tensor:
-        loss = bound.training_loss(bound.model, [examples[row] for row in part]).mean()
-        return loss * (len(part) / count)
+    def share(loss: Callable[[], Tensor], count: int) -> Tensor:
+        return loss() / count
+
+    def parts(rows: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
+        for first in range(0, len(rows), PIECE):
+            for loss in bound.step_losses(bound.model, [examples[row] for row in rows[first : first + PIECE]]):
+                yield partial(share, loss, len(rows))
 
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):
         with left_as_it_was(bound.model), torch.enable_grad():
-            parts = [part for first in range(0, len(rows), PIECE) for part in pieces(rows[first : first + PIECE])]
-            loss = training.step(step, [partial(share, part, len(rows)) for part in parts])
+            loss = training.step(step, parts(rows))
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:
             yield step + 1, work, loss

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
+from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.tasks.reading import AnswerBound, Posed
 from gradfix.training.asking import SAVE_EVERY_SECONDS, Reply, Transcript, ends
@@ -332,7 +333,9 @@ class _Kept:
         return int(state.about["steps"])
 
     def save(self, training: Training, done: int) -> None:
-        if self.path is None or time.monotonic() - self.saved < SAVE_EVERY_SECONDS:
+        if self.path is None or not current().agree(time.monotonic() - self.saved >= SAVE_EVERY_SECONDS):
             return
-        save_state(self.path, training.state(), {"key": self.about, "steps": str(done)})
+        state = training.state()
+        if current().leads:
+            save_state(self.path, state, {"key": self.about, "steps": str(done)})
         self.saved = time.monotonic()

@@ -5,7 +5,7 @@ whatever the model computes in, because their steps would round away in bfloat16
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.lora import factored_norm
+from gradfix.checkpoints.slices import is_split, on_the_leader
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.stream.lora_out import LINEAR, TURNED, LoraResult, layer_kinds, truncated
+from gradfix.system.processes import current
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -94,7 +96,8 @@ def adapted(model: nn.Module, rank: int) -> Iterator[Adapted]:
     modules = {path: model.get_submodule(path) for path in paths}
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=paths, lora_dropout=0.0, bias="none")
     try:
-        inject_adapter_in_model(config, model)
+        with _shown_whole(modules.values()):
+            inject_adapter_in_model(config, model)
         for parameter, _ in flags:
             parameter.requires_grad_(False)
         yield Adapted(model, rank, paths)
@@ -107,6 +110,20 @@ def adapted(model: nn.Module, rank: int) -> Iterator[Adapted]:
         for leftover in ("peft_config", "active_adapter"):
             if hasattr(model, leftover):
                 delattr(model, leftover)
+
+
+@contextmanager
+def _shown_whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """peft takes a weight in slices for a narrower layer: it is shown the shape of the whole, which takes no memory."""
+    split = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None and is_split(p)]
+    for module, name, p in split:
+        like = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+        module._parameters[name] = nn.Parameter(like, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, p in split:
+            module._parameters[name] = p
 
 
 class LowRank(TaskVector):
@@ -154,6 +171,13 @@ def moved_by(model: nn.Module, update: Mapping[str, Tensor], alpha: float) -> It
         if alpha:
             lora.begin(update, alpha)
         yield
+
+
+def put_together(update: TaskVector) -> TaskVector:
+    """The update of a model that is split over processes, whole on the one that writes it."""
+    if not current().in_step or isinstance(update, LowRank):
+        return update
+    return TaskVector(on_the_leader(current(), update))
 
 
 def as_adapter(factors: Factors, rank: int) -> LoraResult:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradfix.checkpoints.slices import is_split, on_the_leader, split_like
 from gradfix.errors import GradfixError
 from gradfix.registry import Registry
 from gradfix.system.processes import current
@@ -86,7 +87,10 @@ class Training:
 
         Processes that share the work each take some of the losses, and add up their gradients: a loss that is yet to be
         made is made by one of them alone."""
-        group, values = current(), []
+        group, values = current(), list[float]()
+        if group.in_step:
+            values = _backward_in_step(losses)
+            losses = ()
         for place, loss in enumerate(losses):
             if place % group.size == group.rank:
                 made = loss() if callable(loss) else loss
@@ -97,8 +101,9 @@ class Training:
         whole = sum(chain(*group.gather(values)))
         if not math.isfinite(whole):
             raise self.diverged(number, whole)
-        if group.size > 1:
-            add_up_gradients(self.parameters)
+        apart = {name: p for name, p in self.parameters.items() if not is_split(p)}
+        if group.size > 1 and apart:
+            add_up_gradients(apart)
         for settings in self.optimizer.param_groups:
             settings["lr"] = self.rate(number)
         for name, parameter in self.parameters.items():
@@ -118,13 +123,13 @@ class Training:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments, named "weight/NAME", "exp_avg/NAME", ..."""
+        """Weights and moments, named "weight/NAME", "exp_avg/NAME", ...; of split ones the whole, on the leader."""
         tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             tensors[f"weight/{name}"] = master
             for kind, value in self.optimizer.state.get(master, {}).items():
                 tensors[f"{kind}/{name}"] = value
-        return tensors
+        return on_the_leader(current(), tensors) if any(map(is_split, self.masters.values())) else tensors
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -134,11 +139,39 @@ class Training:
         for entry, tensor in tensors:
             kind, _, name = entry.partition("/")
             if kind == "weight":
-                self.masters[name].copy_(tensor)
+                self.masters[name].copy_(split_like(tensor, self.masters[name]))
             else:
-                moments.setdefault(places[name], {})[kind] = tensor
+                moments.setdefault(places[name], {})[kind] = split_like(tensor, self.masters[name])
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self._publish()
+
+
+def _backward_in_step(losses: Iterable[Tensor | Callable[[], Tensor]]) -> list[float]:
+    """Send the losses back through a split model: every backward pass is one of all processes, and sums their gradients.
+
+    A loss that all have made goes back in equal shares. Of those yet to be made each process takes one at a time, and
+    takes part with nothing where there are too few."""
+    group, values = current(), list[float]()
+    waiting: list[Callable[[], Tensor]] = []
+
+    def turn() -> None:
+        made = waiting[min(group.rank, len(waiting) - 1)]()
+        if group.rank < len(waiting):
+            values.append(float(made.detach()))
+        (made * float(group.rank < len(waiting))).backward()
+        waiting.clear()
+
+    for loss in losses:
+        if isinstance(loss, Tensor):
+            values.append(float(loss.detach()) / group.size)
+            (loss / group.size).backward()
+            continue
+        waiting.append(loss)
+        if len(waiting) == group.size:
+            turn()
+    if waiting:
+        turn()
+    return values
 
 
 def add_up_gradients(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.names import name_map
+from gradfix.checkpoints.slices import is_split, own_slice
 from gradfix.checkpoints.weights import CHUNK
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.vectors.diagnostics import notebook_table
@@ -201,8 +202,8 @@ def apply(model: nn.Module, update: Mapping[str, Tensor], alpha: float = 1.0) ->
         add_scaled(weight, delta, alpha)
 
 
-def by_weight(model: nn.Module, update: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Each weight of the model that the update names, once, with its change.
+def by_weight(model: nn.Module, update: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each weight of the model that the update names, once, with its change; of a split one what this process owns.
 
     A tied weight goes by several names and the update may hold them all: equal changes are one change, and a
     name without any (it had no votes) yields to one that has."""
@@ -225,7 +226,12 @@ def by_weight(model: nn.Module, update: Mapping[str, Tensor]) -> list[tuple[nn.P
                 f"Leave one out: update.subset(n for n in update if n != {name!r})."
             )
         chosen[id(parameters[name])] = name
-    return [(parameters[name], update[name]) for name in chosen.values()]
+    return [
+        (own_slice(parameters[name].detach(), parameters[name]), own_slice(update[name], parameters[name]))
+        if is_split(parameters[name])
+        else (parameters[name], update[name])
+        for name in chosen.values()
+    ]
 
 
 def add_scaled(weight: Tensor, delta: Tensor, alpha: float) -> None:

@@ -25,7 +25,7 @@ from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
-from gradfix.votes.engines.auto import choose
+from gradfix.votes.engines.auto import ChosenEngine, choose, remember, remembered
 from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
@@ -36,6 +36,7 @@ ENGINES.register("loop")(loop)
 ENGINES.register("batched")(batched)
 
 BAD_SAMPLE_SHARE = 0.01
+GLANCE = 32  # votes of a tensor that mostly tell that it has some
 
 Progress = Callable[[int], None]
 Result = TypeVar("Result")
@@ -161,13 +162,19 @@ class InMemory(VoteRun[SignVotes]):
             if self._first is not None:  # it was counted before
                 self.confirm(self._first)
 
-    def choose(self, step: VoteStep) -> _FirstBatch:
-        """Pick the fastest engine that agrees with the loop on some samples; what the step holds."""
+    def choose(self, step: VoteStep) -> _FirstBatch | None:
+        """Pick the fastest engine that agrees with the loop on some samples; what the step holds, if that is yet to be
+        confirmed."""
+        known = remembered(self.model, self.loss, step.batch, self.tally)
+        if known is not None:
+            self.engine, self.notes = known.engine, [known.note]
+            return None
         losses = self._look_at_halves(step.batch)
         good, bad = self.finite(step, losses)
         first = _FirstBatch(step.first, good, bad, losses[torch.isfinite(losses)])
         if good is not None:
-            self.engine, self.notes = choose(self.model, self.loss, good, self.tally)
+            first.choice = choose(self.model, self.loss, good, self.tally)
+            self.engine, self.notes = first.choice.engine, [first.choice.note]
             first.dtype = computed_in(self.model, self.loss, good, self.tally)
         return first
 
@@ -216,6 +223,8 @@ class InMemory(VoteRun[SignVotes]):
         if first.mixed:
             self.tally.looped.pop(MIXED, None)
             self.engine, self.notes = loop, [f"engine loop: {MIXED}."]
+        elif first.choice is not None:
+            remember(first.choice, self.model, self.loss, first.good, self.tally)
 
     def result(self, bad: list[Bad]) -> SignVotes:
         """The finished count under the model's names, tied to its weights."""
@@ -234,6 +243,7 @@ class _FirstBatch:
     good: Batch | None
     bad: list[Bad]
     losses: Tensor
+    choice: ChosenEngine | None = None
     dtype: torch.dtype = torch.float32
     mixed: bool = False
 
@@ -323,9 +333,10 @@ def refuse_nothing(tally: Tally) -> None:
 
 
 def _refuse_silence(tally: Tally) -> None:
-    names, buffers = zip(*tally.items())
-    spoken = values_of([buffer.any() for buffer in buffers])
-    silent = [name for name, spoke in zip(names, spoken) if spoke == [False]]
+    first = values_of([buffer.reshape(-1)[:GLANCE] for _, buffer in tally.items()])
+    quiet = [(name, buffer) for (name, buffer), votes in zip(tally.items(), first) if not any(votes)]
+    spoken = values_of([buffer.any() for _, buffer in quiet])
+    silent = [name for (name, _), spoke in zip(quiet, spoken) if spoke == [False]]
     if len(silent) == len(tally.parameters):
         raise UnsafeResult(SILENT)
     if silent:

@@ -261,7 +261,7 @@ class VoteSetup:
         shape, size = self.shape, self.dtype.itemsize
         one, whole = self._pass(1), self._pass(self.at_once)
         if self.batched:
-            batch = max(whole.bare + BLOCK_BYTES, whole.looking)
+            batch = max(whole.bare + 2 * BLOCK_BYTES, whole.looking)
             checking = self.voters  # the check by the loop has votes of its own
             if self.device == "cpu":  # where small pieces that were let go stay with the process
                 return checking + HELD_BACK * max(batch, one.memory)

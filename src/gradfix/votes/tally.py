@@ -38,8 +38,11 @@ class Tally:
     def reserve(self, samples: int) -> None:
         self.count += samples
         dtype = dtype_for(self.count)
-        if any(buffer.dtype != dtype for buffer in self._buffers.values()):
-            self._buffers = {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+        for name, buffer in self._buffers.items():
+            if (
+                buffer.dtype != dtype
+            ):  # one after the other, so that the old ones are gone before all new ones are there
+                self._buffers[name] = buffer.to(dtype)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._buffers[name]

@@ -19,9 +19,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from gradfix.errors import DataError, UnsafeResult
+from gradfix.errors import DataError
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
-from gradfix.votes.batched.recorded import BatchVote, Repeats, all_finite, record_pass, repeats_of, watch_pass
+from gradfix.votes.batched.recorded import (
+    BatchVote,
+    Repeats,
+    all_finite,
+    drop,
+    record_pass,
+    repeats_of,
+    stays_put,
+    watch_pass,
+)
 from gradfix.votes.batched.sample_rows import (
     Layout,
     OwnedRows,
@@ -46,7 +55,7 @@ MIXED = "samples of a batch depend on each other"
 HIDDEN = "a reentrant checkpoint hides its operations"
 # Of a loss, that rounding explains when the same sample is computed with others.
 ALLOWED_CHANGE, ALLOWED_CHANGE_16 = {torch.float64: 1e-6, torch.float32: 1e-3}, 0.1
-WATCHED = 2  # the first pass of a kind makes a plan and compiles kernels; the second is like all later ones
+WATCHED = 9  # passes of a kind: a recording costs two or three of them, and saves a tenth to a half of each
 
 _PLANS: WeakKeyDictionary[nn.Module, dict[Any, PassPlan]] = WeakKeyDictionary()
 
@@ -74,8 +83,20 @@ def batched(
 
 def computed_in(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> torch.dtype:
     """The narrowest dtype that the known plan for this kind of batch computes in."""
-    plan = _known_plan(BatchVote(model, loss, batch, tally, batch_size(batch)))
+    plan = plan_for(model, loss, batch, tally)
     return torch.float32 if plan is None else plan.dtype
+
+
+def plan_for(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> PassPlan | None:
+    """What is known about this kind of batch, if anything."""
+    return _known_plan(BatchVote(model, loss, batch, tally, batch_size(batch)))
+
+
+def prove(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    """Make a plan and see in a forward pass that it holds, so that the next pass runs as all later ones. Counts nothing."""
+    with _garbage_later():
+        votes, _ = _forward(BatchVote(model, loss, batch, tally, batch_size(batch)))
+        votes.forget()
 
 
 def _run(asked: BatchVote) -> None:
@@ -101,7 +122,6 @@ def _run_together(asked: BatchVote) -> None:
             votes.forget()
             raise NeedsLoop(MIXED)
         votes.backward(losses)
-    _check_reach(votes, losses)
     _vote_one_by_one(asked, votes.plan.left_out)
 
 
@@ -113,6 +133,13 @@ def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 def _run_again(known: Repeats, asked: BatchVote) -> None:
     """The pass of a batch like the last one: watched, then recorded, then played."""
+    if known.seen < WATCHED or known.reason:
+        _run(asked)
+        return
+    if not stays_put(known, asked):
+        drop(asked.model)
+        _run(asked)
+        return
     if known.recording is None and known.example is not None:
         plan = _known_plan(asked)
         if plan is None or not plan.proven or plan.left_out or plan.ragged:
@@ -121,7 +148,7 @@ def _run_again(known: Repeats, asked: BatchVote) -> None:
             record_pass(known, asked, lambda again: _run_proven(plan, again))
     if known.recording is not None:
         known.recording.fold(asked)
-    elif known.seen == WATCHED and not known.reason:
+    elif known.seen == WATCHED:
         watch_pass(known, asked, _run)
     else:
         _run(asked)
@@ -132,14 +159,10 @@ def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
     with _garbage_later():
         votes, losses = _trace(plan, asked)
         finite = torch.isfinite(losses).all()
+        if reach(losses, asked.tally.parameters, votes.anchor).others:
+            raise PlanMismatch("weights are used in another place")
         votes.backward(losses)
-    _check_reach(votes, losses)
     return finite
-
-
-def _check_reach(votes: VotingWatch, losses: Tensor) -> None:
-    if votes.plan.proven and reach(losses, votes.tally.parameters, votes.anchor).others:
-        raise UnsafeResult('a batch used weights in a way earlier ones did not; vote again with engine="loop".')
 
 
 @contextmanager
@@ -175,10 +198,10 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
         except PlanMismatch:
             plan = _make_plan(asked, whole=True)
             continue
-        if plan.proven and not plan.silent:
-            return votes, losses
         seen = reach(losses, tally.parameters, votes.anchor)
-        if plan.proven and seen.others:  # what was silent before speaks now
+        if plan.proven and not seen.others:
+            return votes, losses
+        if plan.proven:  # what was silent before speaks now, or weights are used in another place
             plan = _make_plan(asked, whole=True)
             continue
         if seen.hidden:
@@ -194,7 +217,7 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
 
 def _trace(plan: PassPlan, asked: BatchVote) -> tuple[VotingWatch, Tensor]:
     votes = VotingWatch(plan, asked.tally, asked.count)
-    with _uncompiled(), votes, torch.enable_grad():
+    with _uncompiled(), votes.watching(asked.model), torch.enable_grad():
         losses = asked.losses()
     if votes.position != len(plan.steps):
         raise PlanMismatch("fewer operations than planned")

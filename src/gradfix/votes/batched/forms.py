@@ -18,7 +18,7 @@ from gradfix.votes.batched import kernels
 # On a CPU. With few tokens the products are too small to be cut into blocks.
 MANY_TOKENS = 64
 # Gradients made before they are signed and summed, few enough for the cache.
-BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 10 * 2**20
 BLOCK_SAMPLES = 16
 LEAST_ROWS = 32
 COPY_BYTES = 96 * 2**20  # of a product's operands without some of their rows, at a time
@@ -84,21 +84,37 @@ class Product:
 
     def _fold_in_blocks(self, votes: Tensor) -> None:
         """A few samples and rows at a time, so that gradients are signed and summed while the cache holds them."""
-        (rows, columns), samples = self.shape, min(self.samples, BLOCK_SAMPLES)
-        height = BLOCK_BYTES // max(1, samples * columns * self.dtype.itemsize)
-        height = min(rows, max(LEAST_ROWS, height))
-        wide = torch.promote_types(self.dtype, torch.float32)
-        left, room = self.left.mT, self.left.new_empty(samples * height * columns)
-        for top in range(0, rows, height):
-            strip = votes[top : top + height]
+        side = int(self.shape[1] > self.shape[0])
+        height = max(LEAST_ROWS, BLOCK_BYTES // (4 * max(1, self.shape[1 - side])))
+        for top in range(0, self.shape[side], height):
+            cut = slice(top, top + height)
+            left, right = (self.left, self.right[..., cut]) if side else (self.left[..., cut], self.right)
+            part, own = Product(left, right), votes[:, cut] if side else votes[cut]
+            signs = part._signs_in_blocks()
+            if bool(signs.sum().isnan()):
+                signs = part._signs_in_blocks(lambda gradients: gradients.nan_to_num_(0))
+            own.sub_(signs.to(votes.dtype))
+
+    def _signs_in_blocks(self, mend: Callable[[Tensor], Tensor] = lambda gradients: gradients) -> Tensor:
+        """The sum of all samples' signs. Blocks are cut off the longer side: products like to be square."""
+        side, samples = int(self.shape[1] > self.shape[0]), min(self.samples, BLOCK_SAMPLES)
+        long, short = self.shape[side], self.shape[1 - side]
+        height = min(long, max(LEAST_ROWS, BLOCK_BYTES // max(1, samples * short * self.dtype.itemsize)))
+        height = -(-long // -(-long // height))  # all of nearly one height
+        signs = self.left.new_zeros(self.shape, dtype=torch.promote_types(self.dtype, torch.float32))
+        room = self.left.new_empty(samples * height * short)
+        for top in range(0, long, height):
+            strip = signs.narrow(side, top, min(height, long - top))
             for first in range(0, self.samples, samples):
-                some, own = (left[first : first + samples, top : top + height], self.right[first : first + samples])
-                gradients = room[: some.shape[0] * some.shape[1] * columns].view(*some.shape[:2], columns)
+                some, own = self.left[first : first + samples].mT, self.right[first : first + samples]
+                if side:
+                    own = own[:, :, top : top + height]
+                else:
+                    some = some[:, top : top + height]
+                gradients = room[: len(some) * strip.numel()].view(len(some), *strip.shape)
                 torch.bmm(some, own, out=gradients)
-                signs = gradients.sign_().sum(0, dtype=wide)
-                if bool(signs.sum().isnan()):
-                    signs = gradients.nan_to_num_(0).sum(0, dtype=wide)
-                strip.sub_(signs.to(votes.dtype))
+                strip.add_(mend(gradients.sign_()).sum(0, dtype=signs.dtype))
+        return signs
 
 
 class TableRows:

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfix.votes.batched import experts, norms  # noqa: F401  their rules
 from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
@@ -66,6 +67,14 @@ class Step:
     votes: tuple[str, ...] = ()  # roots, once for every weight of the call
 
 
+@dataclass(frozen=True)
+class Trust:
+    """A plan whose votes were compared with the loop's: under which loss, and what a sample takes of the memory."""
+
+    loss: Callable[[], Any]  # gives the loss, if it is still there
+    bytes_per_sample: float
+
+
 @dataclass
 class PassPlan:
     steps: list[Step]
@@ -75,6 +84,8 @@ class PassPlan:
     places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
     dtype: torch.dtype = torch.float32  # the narrowest that gradients come about in
     silent: bool = False  # some operations reach no loss: heads that are not asked
+    rooms: Sequence[ref[nn.Module]] | None = None  # modules in which all steps come; empty where some come elsewhere
+    trust: Trust | None = None
 
     @property
     def flat(self) -> bool:

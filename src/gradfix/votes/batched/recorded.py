@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -70,6 +70,7 @@ class Repeats:
     seconds: float = 0.0  # of a pass that is not recorded
     example: Example | None = None
     recording: Recording | None = None
+    held: list[int] = field(default_factory=list)  # addresses of weights and buffers
 
     def refuse(self, reason: str) -> None:
         self.reason, self.example, self.recording = reason, None, None
@@ -120,16 +121,13 @@ def repeats_of(asked: BatchVote) -> Repeats | None:
         return None
     tensors = asked.tensors()
     others = [leaf for leaf in leaves_of(asked.batch) if not isinstance(leaf, Tensor)]
-    held = (*tally.parameters.values(), *model.buffers())
-    devices = {tensor.device for tensor in (*tensors, *held, *(buffer for _, buffer in tally.items()))}
-    if len(devices) != 1 or not all(isinstance(leaf, _PLAIN) for leaf in others):
+    if not all(isinstance(leaf, _PLAIN) for leaf in others):
         return None
     key = (
         asked.loss,
         structure_of(asked.batch),
         others,
-        [(t.shape, t.dtype, t.requires_grad) for t in tensors],
-        [tensor.data_ptr() for tensor in held],
+        [(t.shape, t.dtype, t.requires_grad, t.device) for t in tensors],
         (model.training, torch.is_autocast_enabled(), torch.get_autocast_dtype("cuda")),
         (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
     )
@@ -139,6 +137,15 @@ def repeats_of(asked: BatchVote) -> Repeats | None:
         known = _REPEATS[model] = Repeats(key)
     known.seen += 1
     return known
+
+
+def stays_put(known: Repeats, asked: BatchVote) -> bool:
+    """Whether everything lies on one device, and the weights where they lay when this was asked first."""
+    held = (*asked.tally.parameters.values(), *asked.model.buffers())
+    where = [tensor.data_ptr() for tensor in held]
+    devices = {tensor.device for tensor in (*asked.tensors(), *held, *(buffer for _, buffer in asked.tally.items()))}
+    known.held = known.held or where
+    return len(devices) == 1 and known.held == where
 
 
 def can_record(device: torch.device) -> bool:

@@ -6,12 +6,13 @@ the weight through autograd, where `sample_rows.reach` finds it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfix.votes.batched import kernels
 from gradfix.votes.batched.forms import Dense, Form, densify, overlaps_itself, settle
@@ -32,6 +33,7 @@ from gradfix.votes.batched.watch import (
     Tap,
     Tracked,
     Watch,
+    around_forward,
     inside,
     is_own,
     key_of,
@@ -92,6 +94,8 @@ class VotingWatch(Watch):
         self.uses, self.derives = plan.uses(), plan.derives
         self.waiting: dict[str, list[tuple[Form, Tensor]]] = {name: [] for name in self.uses}
         self.small: list[tuple[Dense, Tensor]] = []
+        self.within: list[nn.Module | None] = [None]  # modules that run, the innermost last
+        self.rooms: dict[nn.Module | None, None] = {}
         for name, parameter in tally.parameters.items():
             self.tracked[id(parameter)].votes = tally[name]
 
@@ -149,8 +153,7 @@ class VotingWatch(Watch):
         call = places.read(values, self.tracked) if not kwargs or tuple(kwargs) == places.names else None
         if call is None:
             return None
-        step = self.plan.steps[self.position]
-        self.position += 1
+        step = self._advance()
         if kwargs:
             output = func(*values[: len(args)], **dict(zip(places.names, values[len(args) :])))
         else:
@@ -161,9 +164,35 @@ class VotingWatch(Watch):
         if self.replaying:
             return next((step for step in self.plan.steps if step.key == key), None)
         if self.position < len(self.plan.steps) and self.plan.steps[self.position].key == key:
-            self.position += 1
-            return self.plan.steps[self.position - 1]
+            return self._advance()
         return None
+
+    def _advance(self) -> Step:
+        self.rooms[self.within[-1]] = None
+        self.position += 1
+        return self.plan.steps[self.position - 1]
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Watch the whole pass; once it is known where weights are used, only there."""
+        rooms = [found for room in self.plan.rooms or () if (found := room()) is not None]
+        unknown = self.plan.proven and self.plan.rooms is None
+        noting = around_forward(model.modules() if unknown else (), self._noted)
+        with self.only_inside(rooms) if rooms else self, noting:
+            yield
+        if unknown:
+            elsewhere = None in self.rooms or self.recomputes
+            self.plan.rooms = () if elsewhere else [ref(room) for room in self.rooms if room is not None]
+
+    def _noted(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.within.append(module)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.within.pop()
+
+        return run
 
     def _tapped(self, step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         assert step.rule is not None

@@ -9,6 +9,7 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,33 @@ class Watch(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         _hide_functions()
+
+    @contextmanager
+    def only_inside(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Watch what some modules do: calls elsewhere are not slowed down by a mode that has no use for them."""
+        inside_one = False
+
+        def watched(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside_one
+                if inside_one:
+                    return forward(*args, **kwargs)
+                inside_one = True
+                TorchFunctionMode.__enter__(self)
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    TorchFunctionMode.__exit__(self, None, None, None)
+                    inside_one = False
+
+            return run
+
+        _show_functions()
+        try:
+            with around_forward(modules, watched):
+                yield
+        finally:
+            _hide_functions()
 
     def weights_in(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tracked]:
         found: list[Tracked] = []
@@ -303,6 +331,24 @@ def inside(func: types.FunctionType) -> Callable[..., Any]:
     bare = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     bare.__kwdefaults__ = func.__kwdefaults__
     return bare
+
+
+@contextmanager
+def around_forward(
+    modules: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Every one of the modules runs `wrap(module, its own forward)` inside, and comes back as it was."""
+    wrapped = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        for module, _ in wrapped:
+            module.__dict__["forward"] = wrap(module, module.forward)
+        yield
+    finally:
+        for module, own in wrapped:
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
 
 
 _APPLY = Function.__dict__["apply"]

@@ -69,23 +69,33 @@ def shard(
 
     `compute` is the dtype of the passes where it is not the weights' own; `recompute` keeps no activations
     inside the blocks."""
-    refuse_untied(model)
     signs = SignReduceScatter()
     # bf16 counts to 256 only, and the sums travel in the dtype of the reduction
     reduce = torch.float32 if mesh.size() > MOST_IN_INT8 else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for module in _split(model, recompute, {"mesh": mesh, "mp_policy": policy}):
+        module.set_custom_reduce_scatter(signs)
+        module.set_reduce_scatter_unused_params(True)
+    return signs
+
+
+def shard_for_lessons(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> None:
+    """The same with gradients that are added up; between passes, when weights are moved and compared, all lie in slices."""
+    _split(model, recompute, {"mesh": mesh}, reshard_after_forward=True)
+
+
+def _split(model: nn.Module, recompute: bool, settings: dict[str, Any], **root: Any) -> list[FSDPModule]:
+    refuse_untied(model)
     if recompute:
         _recompute(model)
     for block in blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(signs)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True)
-    return signs
+        fully_shard(block, **settings)
+    fully_shard(model, **settings, **root)
+    found: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in found:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return found
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -147,10 +157,24 @@ def build_sharded(
     recompute: bool = False,
 ) -> Sharded:
     """`make()` builds the model from its config; its weights are never allocated in full anywhere."""
+    return _built(make, checkpoint, device, lambda model: shard(model, mesh, compute=compute, recompute=recompute))
+
+
+@torch.no_grad()
+def build_for_lessons(
+    make: Callable[[], nn.Module], checkpoint: Checkpoint, mesh: DeviceMesh, device: str | torch.device
+) -> nn.Module:
+    """The same for a model that learns or teaches."""
+    return _built(make, checkpoint, device, lambda model: shard_for_lessons(model, mesh)).model
+
+
+def _built(
+    make: Callable[[], nn.Module], checkpoint: Checkpoint, device: Any, split: Callable[[nn.Module], Any]
+) -> Any:
     model = build_empty(make, checkpoint)
     names = name_map(model, checkpoint.names())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    signs = shard(model, mesh, compute=compute, recompute=recompute)
+    signs = split(model)
     model.to_empty(device=device)
     fill_buffers(model, checkpoint, buffers)
     load_slices(model, names, checkpoint)

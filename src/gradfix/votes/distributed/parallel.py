@@ -42,8 +42,9 @@ class InParallel(InMemory):
         with together(self.group):
             for batch in self.batches:
                 first = self.choose(VoteStep(0, batch))
-                if first.good is not None:
+                if first is not None and first.good is not None:
                     self.confirm(first)
+                if first is None or first.good is not None:
                     break
         said = self.group.gather(self.notes if self.engine is loop else None)
         refusals = [notes for notes in said if notes is not None]

@@ -1,14 +1,22 @@
 """engine="auto": the fastest engine that gives this model's votes, checked before it is trusted.
 
 The batched engine votes on the first and the last sample and the loop takes the same votes back; what is left must be
-rounding. The losses of the first batch as a whole must be those of its halves, or its samples depend on each other. The choice and its reason go into the notes of the votes."""
+rounding. The losses of the first batch as a whole must be those of its halves, or its samples depend on each other. The choice and its reason go into the notes of the votes.
+What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MethodType
+from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.votes.batched.engine import batched, computed_in
+from gradfix.checkpoints.identity import values_of
+from gradfix.votes.batched.engine import batched, computed_in, plan_for, prove
+from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
 from gradfix.votes.tally import Tally
@@ -22,32 +30,108 @@ ALLOWED_16 = 0.25
 NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64, torch.float32)}
 NOISE_16 = (0.01, 0.05)
 MEANINGLESS = 100  # among votes of two samples
+TOGETHER = 2**22  # entries whose signs are taken back at once: small tensors cost launches, not sums
+AGREES = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
 
 
-def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> tuple[Engine, list[str]]:
-    """The engine for this model and kind of batch, and a note that says why.
+@dataclass(frozen=True)
+class ChosenEngine:
+    """An engine, a note that says why, and what a sample takes of the device's memory where that is known."""
+
+    engine: Engine
+    note: str
+    bytes_per_sample: float = 0.0
+
+
+def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEngine:
+    """The engine for this model and kind of batch.
 
     Unless it is the loop, it must yet see that samples have the same losses all together (`expected`)."""
     size = batch_size(batch)
     if size < CHECKED_SAMPLES:
-        return loop, ["engine loop: the first batch holds one sample."]
+        return ChosenEngine(loop, "engine loop: the first batch holds one sample.")
     few = take(batch, torch.tensor([0, size - 1]))
     held = _allocated(tally)
     trial = Tally(tally.parameters)
     try:
-        batched(model, loss, few, Tally(tally.parameters))  # makes the plan; later passes run otherwise
+        prove(model, loss, few, trial)
         batched(model, loss, few, trial, record=False)
+    except NeedsLoop as reason:
+        return ChosenEngine(loop, f"engine loop: {reason}.")
     except Exception as error:  # whatever a model does to the fast path, the loop still works
-        return loop, [f"engine loop: batched failed with {type(error).__name__}: {error}."]
+        return ChosenEngine(loop, f"engine loop: batched failed with {type(error).__name__}: {error}.")
     if trial.looped:
-        return loop, [f"engine loop: {next(iter(trial.looped))}."]
+        return ChosenEngine(loop, f"engine loop: {next(iter(trial.looped))}.")
     bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES
     wrong = disagreements(model, loss, few, trial)
     if wrong:
         name, share = max(wrong.items(), key=lambda item: item[1])
-        return loop, [f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."]
-    note = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
-    return _in_parts(bytes_per_sample, size, tally), [note]
+        return ChosenEngine(
+            loop, f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."
+        )
+    return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
+
+
+def remember(choice: ChosenEngine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    """Trust the plan that was checked, for this very loss."""
+    plan = plan_for(model, loss, batch, tally)
+    if plan is not None and choice.engine is not loop:
+        try:
+            own = WeakMethod(loss) if isinstance(loss, MethodType) else ref(loss)
+        except TypeError:  # it cannot be told from another one later
+            return
+        plan.trust = Trust(own, choice.bytes_per_sample)
+
+
+def remembered(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEngine | None:
+    plan, size = plan_for(model, loss, batch, tally), batch_size(batch)
+    if plan is None or plan.trust is None or plan.trust.loss() != loss or size < CHECKED_SAMPLES:
+        return None
+    needed = plan.trust.bytes_per_sample
+    return ChosenEngine(_in_parts(needed, size, tally), AGREES, needed)
+
+
+class _TakingBack:
+    """The loop's signs on their way into a trial's votes, many tensors at a time."""
+
+    def __init__(self, trial: Tally, noise: float) -> None:
+        self.trial, self.noise = trial, noise
+        self.waiting: list[tuple[str, Tensor]] = []
+        self.entries = 0
+        self.found: list[tuple[list[str], Tensor]] = []
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        if self.waiting and self.waiting[0][1].device != dense.device:
+            self.flush()
+        if dense.numel():
+            self.waiting.append((name, dense))
+            self.entries += dense.numel()
+        if self.entries >= TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self.waiting:
+            return
+        names, gradients = [name for name, _ in self.waiting], [dense.reshape(-1) for _, dense in self.waiting]
+        self.waiting, self.entries = [], 0
+        flat, sizes = torch.cat(gradients), [len(gradient) for gradient in gradients]
+        highest = (
+            torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
+        )
+        small = (self.noise * highest).repeat_interleave(torch.tensor(sizes, device=flat.device), output_size=len(flat))
+        own = [self.trial[name].view(-1) for name in names]
+        votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
+        torch._foreach_copy_(own, list(votes.split(sizes)))
+        self.found.append((names, highest))
+
+    def heights(self) -> dict[str, float]:
+        """Of every tensor, its largest gradient in any sample."""
+        largest: dict[str, float] = {}
+        for names, highest in self.found:
+            for name, height in zip(names, highest.tolist()):
+                largest[name] = max(largest.get(name, height), height)
+        return largest
 
 
 def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
@@ -57,32 +141,30 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
     where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
     dtype = computed_in(model, loss, batch, trial)
     of_all, of_tensor = NOISE.get(dtype, NOISE_16)
-    largest: dict[str, Tensor] = {}
-
-    def take_back(name: str, gradient: Tensor) -> None:
-        dense, votes = gradient.to_dense() if gradient.is_sparse else gradient, trial[name]
-        votes.add_(dense.sign().to(votes.dtype))
-        if dense.numel():
-            size = dense.abs()
-            highest = size.max()
-            votes.masked_fill_(size <= of_tensor * highest, MEANINGLESS)
-            largest[name] = torch.maximum(largest.get(name, highest), highest)
-
-    with folding(trial.parameters, take_back):
+    taking = _TakingBack(trial, of_tensor)
+    with folding(trial.parameters, taking.add):
         for sample in samples(batch):
             backward(loss, model, sample)
-    heights = {name: float(height) for name, height in largest.items()}
+            taking.flush()
+    heights = taking.heights()
     scale, wrong = max(heights.values(), default=0.0), {}
-    for name, rest in trial.items():
+    for name, (left, untold) in _left(trial).items():
         if heights.get(name, scale) <= of_all * scale:
             continue
-        told = rest < MEANINGLESS // 2
-        count = int(told.sum())
-        share = float((told & (rest != 0)).sum()) / max(count, 1)
+        count = trial[name].numel() - untold
+        share = (left - untold) / max(count, 1)
         # One flipped sign of a tiny tensor is no verdict.
         if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
             wrong[name] = share
     return wrong
+
+
+def _left(trial: Tally) -> dict[str, tuple[int, int]]:
+    """Per tensor, the votes that were not taken back, and how many of them mean nothing."""
+    names = [name for name, _ in trial.items()]
+    left = values_of([torch.count_nonzero(votes) for _, votes in trial.items()])
+    untold = values_of([torch.count_nonzero(votes >= MEANINGLESS // 2) for _, votes in trial.items()])
+    return {name: (*some, *none) for name, some, none in zip(names, left, untold)}
 
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:

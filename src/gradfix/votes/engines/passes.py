@@ -135,8 +135,8 @@ class _Leftovers:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    plain = {name: value for name, value in module.__dict__.items() if name not in _INTERNAL}
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in plain.items()}
+    own = module.__dict__.items()
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in own if name not in _INTERNAL}
 
 
 def _left(module: nn.Module, before: dict[str, Any]) -> list[str]:
@@ -144,11 +144,13 @@ def _left(module: nn.Module, before: dict[str, Any]) -> list[str]:
     found = []
     for name, value in module.__dict__.items():
         then = before.get(name)
-        if isinstance(value, dict) and name not in _INTERNAL:
+        if name in _INTERNAL or value is then:
+            continue
+        if isinstance(value, dict):
             known = then if isinstance(then, dict) else {}
             left = any(isinstance(item, Tensor) and known.get(key) is not item for key, item in value.items())
         else:
-            left = isinstance(value, Tensor) and value is not then
+            left = isinstance(value, Tensor)
         if left:
             found.append(name)
     return found
@@ -165,10 +167,11 @@ def nothing_left_behind(model: nn.Module) -> Iterator[None]:
 
     What was kept before goes the way the model itself lets go of it: by a turn of `train`."""
     everything = _Leftovers(model)
-    for module in model.modules():
-        if type(module).train is not nn.Module.train:
-            module.train(True)
-            module.train(False)
+    turning = [module for module in model.modules() if type(module).train is not nn.Module.train]
+    for mode in (True, False):
+        for module in turning:
+            if module.training is not mode:  # else its parent turned it
+                module.train(mode)
     _LEFT[model] = _Leftovers(model)
     try:
         yield
