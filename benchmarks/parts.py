@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[object]], jobs: int) -> None:
@@ -20,3 +21,14 @@ def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[
             running.remove(process)
             if process.returncode:
                 raise SystemExit(f"a part failed: {process.args}")
+
+
+def in_forks(
+    prepare: Callable[[], None], run: Callable[..., None], parts: Iterable[tuple[str, ...]], jobs: int
+) -> None:
+    """`run(*part)` for every part in `jobs` copies of this process, which has imported everything and touched no device."""
+    prepare()
+    with multiprocessing.get_context("fork").Pool(jobs, initializer=prepare) as pool:
+        waiting = [pool.apply_async(run, part) for part in parts]
+        for one in waiting:
+            one.get()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.search import Score, View
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
+from gradfix.methods.yardsticks import had
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.loading import ADAPTER_CONFIG
 from gradfix.tasks.phrases import phrase_figures, spoken
@@ -26,7 +28,7 @@ from gradfix.training import best as recipes
 from gradfix.training.asking import Transcript, bare
 from gradfix.training.best import Best
 from gradfix.training.costs import Work
-from gradfix.training.free_text import LARGE, Speech, asked_of, learn
+from gradfix.training.free_text import LARGE, Speech, alone, apart, asked_of, learn
 from gradfix.training.imitating import Course, given_lines, imitate
 from gradfix.training.lowrank import LowRank, adapted, moved_by
 from gradfix.training.retained import Outside
@@ -54,7 +56,11 @@ def recipe_of(trial: Trial, support: Support, examples: Sequence[Example]) -> Be
     speech, teacher = speech_of(trial), trial.teacher()
 
     def ask() -> Transcript | None:
-        return asked_of(teacher, bound, support.examples, trial.unlabelled, speech=speech, seed=support.seed)
+        with ExitStack() as stack:
+            if speaks(teacher) and apart(teacher, bound):  # it changes places with the target once for all it is asked
+                stack.enter_context(alone(teacher, bound))
+                had(trial, lambda: teacher)
+            return asked_of(teacher, bound, support.examples, trial.unlabelled, speech=speech, seed=support.seed)
 
     try:
         said: Transcript | None = trial.shared(f"said-{support.name}", ask)

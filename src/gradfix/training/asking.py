@@ -42,6 +42,7 @@ class Asking:
     top: int = 64
     longest: int | None = None
     spare: int = 16
+    writer: str = "teacher"
     unknown: int = 128  # tokens where there is no labelled answer to go by
     batch: int = 16
 
@@ -96,6 +97,7 @@ class _Prompt:
     source: str
     parent: int
     said: str | None = None  # a reference answer, which is not drawn
+    ended: bool = True
 
 
 def bare(example: Example) -> dict[str, Any]:
@@ -113,11 +115,12 @@ def ask(
     asking: Asking | None = None,
     seed: int = 0,
     partial: Path | None = None,
+    writer: AnswerBound | None = None,
 ) -> Transcript:
-    """The teacher's answers. With `partial` they are saved there now and then, and the same call goes on from it."""
+    """The teacher's answers, on prompts that `writer` makes up where real ones are missing. With `partial` they are saved there now and then, and the same call goes on from it."""
     asking = asking or Asking()
     longest = asking.longest or _longest(teacher, labelled, asking)
-    prompts = _prompts(teacher, labelled, unlabelled, asking, seed)
+    prompts = _prompts(teacher, labelled, unlabelled, asking, seed, writer or teacher)
     if not prompts:
         raise DataError("there is no prompt to ask the old fine-tune about; give --shots or --unlabelled.")
     posed = [teacher.posed(prompt.example, index) for index, prompt in enumerate(prompts)]
@@ -134,6 +137,24 @@ def ask(
         replies, teacher.stops(closing)[0], dict(teacher.tokenizer.get_vocab()), longest,
         _notes(drawn, longest), len(replies), lambda tokens, text: ends(teacher.tokenizer, tokens, text),
     )  # fmt: skip
+
+
+def corrected(
+    teacher: AnswerBound, student: AnswerBound, said: Transcript, count: int, asking: Asking, seed: int
+) -> Transcript:
+    """What the student answers to some of the prompts, and how likely the teacher finds every token of it."""
+    asked = [reply for reply in said.replies if reply.source != REFERENCE]
+    asked = random.Random(seed).sample(asked, min(count, len(asked)))
+    prompts = []
+    for first in range(0, len(asked), asking.batch):
+        part = asked[first : first + asking.batch]
+        with left_as_it_was(student.model):
+            own = student.say(student.model, [student.posed(r.prompt) for r in part], said.longest, seed + first)
+        for reply, (tokens, ended) in zip(part, own, strict=True):
+            if tokens:
+                prompts.append(_Prompt(reply.prompt, MADE, reply.parent, student.spell(tokens), ended))
+    book = _Book(teacher, prompts, [teacher.posed(prompt.example) for prompt in prompts], said.longest, asking, seed)
+    return replace(said, replies=book.filled(None))
 
 
 def _notes(drawn: Sequence[Reply], longest: int) -> tuple[str, ...]:
@@ -154,7 +175,12 @@ def _longest(teacher: AnswerBound, labelled: Sequence[Example], asking: Asking) 
 
 
 def _prompts(
-    teacher: AnswerBound, labelled: Sequence[Example], unlabelled: Sequence[Example], asking: Asking, seed: int
+    teacher: AnswerBound,
+    labelled: Sequence[Example],
+    unlabelled: Sequence[Example],
+    asking: Asking,
+    seed: int,
+    writer: AnswerBound,
 ) -> list[_Prompt]:
     draw = random.Random(seed)
     known = [bare(example) for example in labelled]
@@ -168,7 +194,7 @@ def _prompts(
     missing = asking.pool - len(real) - asking.copies * len(known)
     if missing > 0 and (known or real):
         parents = [*range(len(known)), *(-1 for _ in real)]
-        made = made_up(teacher, [*known, *real], missing, seed, asking.batch)
+        made = made_up(writer, [*known, *real], missing, seed, asking.batch)
         found += [_Prompt(example, MADE, parents[place]) for example, place in made]
     return found
 
@@ -309,7 +335,7 @@ class _Book:
         given = [self.prompts[row].said for row in rows]
         said: list[tuple[list[int], bool]]
         if given[0] is not None:
-            said = [(teacher.answer_ids(str(text)), True) for text in given]
+            said = [(teacher.answer_ids(str(text)), self.prompts[row].ended) for text, row in zip(given, rows)]
         else:
             said = teacher.say(teacher.model, posed, self.longest, seed)
         tokens = [[*one, *([teacher.stops(p.closing)[0]] if end else [])] for (one, end), p in zip(said, posed)]

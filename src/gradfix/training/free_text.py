@@ -23,7 +23,7 @@ from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
-from gradfix.training.asking import REFERENCE, Asking, Transcript, ask
+from gradfix.training.asking import REFERENCE, Asking, Transcript, ask, corrected
 from gradfix.training.costs import Work
 from gradfix.training.distil import typical_size
 from gradfix.training.imitating import Course, Imitation, Verse, followed, given_lines, imitate, lines_of, own_lines
@@ -101,7 +101,15 @@ def asked_of(
             raise DataError("there is no fine-tune to ask and no labelled answer to learn from; give --shots.")
         return None
     with alone(teacher, bound):
-        said = ask(teacher, examples, unlabelled, asking=speech.asking, seed=seed, partial=speech.at("said"))
+        said = ask(
+            teacher,
+            examples,
+            unlabelled,
+            asking=speech.asking,
+            seed=seed,
+            partial=speech.at("said"),
+            writer=bound if speech.asking.writer == "target" and speaks(bound) else None,
+        )
         if not speech.shown:
             return said
         return replace(said, shown=tuple(spoken(teacher, teacher.model, speech.shown, said.longest)))
@@ -145,10 +153,16 @@ def learn(
     start, tried = _choose(bound, vectors, held)
     rate, unit = _rate(bound, tau, teacher, old, mode, recipe), 0
     work += Work(forward=len(held) * sum(len(one.curve) for one in tried))
+
+    def more() -> Sequence[Verse]:
+        if not recipe.own or said is None or not isinstance(teacher, AnswerBound):
+            return ()
+        return lines_of(bound, corrected(teacher, bound, said, recipe.own, speech.asking, seed + 1), recipe.way)
+
     for number, size in enumerate((rate, rate / GENTLER)):
         one = replace(speech, kept=speech.at(f"try{number}"))
         found = _by_lora(bound, start, course, held, size, one, seed) if mode == LORA else _in_full(
-            bound, start, course, held, size, one, seed
+            bound, start, course, held, size, one, seed, more
         )  # fmt: skip
         unit += found.passes
         if not found.value > start.value:
@@ -213,7 +227,7 @@ def _vectors(
     told: dict[str, Any] = {} if old is None else {"correspondence": old.as_json()}
     if old is None or not isinstance(teacher, AnswerBound) or said is None or not old.correspondence.linear:
         return vectors, Work(), told
-    if sum(p.numel() * p.element_size() for p in bound.model.parameters()) > LARGE or _apart(teacher, bound):
+    if sum(p.numel() * p.element_size() for p in bound.model.parameters()) > LARGE or apart(teacher, bound):
         return vectors, Work(), {**told, "no_coordinates": "both models do not fit side by side"}
     try:
         moved = _in_coordinates(bound, teacher, old, said, speech.imitation)
@@ -223,7 +237,8 @@ def _vectors(
     return vectors, Work(forward=moved.passes, backward=moved.passes, vectors=1), told
 
 
-def _apart(teacher: Bound, bound: Bound) -> bool:
+def apart(teacher: Bound, bound: Bound) -> bool:
+    """Whether the two are on different devices, because there is no room for both."""
     return next(teacher.model.parameters()).device != next(bound.model.parameters()).device
 
 
@@ -279,12 +294,19 @@ class _Trained:
 
 
 def _in_full(
-    bound: AnswerBound, start: Start, course: Course, held: Sequence[Verse], rate: float, speech: Speech, seed: int
+    bound: AnswerBound,
+    start: Start,
+    course: Course,
+    held: Sequence[Verse],
+    rate: float,
+    speech: Speech,
+    seed: int,
+    more: Any,
 ) -> _Trained:
     with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
         dial.turn(start.alpha)
         passes = imitate(
-            bound, course, trainable_weights(bound), rate, speech.imitation, seed, speech.at("steps")
+            bound, course, trainable_weights(bound), rate, speech.imitation, seed, speech.at("steps"), more=more,
         )  # fmt: skip
         value = followed(bound, held)
         return _Trained(change(bound.model, before), value, passes)

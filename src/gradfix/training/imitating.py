@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ SURE = 1e-6
 class Verse:
     """A question and an answer as the student reads them, and what it should find likely at every place of it.
 
-    `top` are token ids and `logs` their log-probabilities, (places, k); what is missing to 1 may be anything."""
+    `top` are token ids and `logs` their log-probabilities, (places, k); what is missing to 1 may be anything. With
+    `chunks` the places are read in pieces of text: the number of each place's piece, and the log-probability of each."""
 
     question: list[int]
     answer: list[int]
     top: Tensor
     logs: Tensor
+    chunks: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class Imitation:
     micro: int = 64
     recompute: bool = False  # keep no activations inside layers, compute them twice
     way: str = "projected"
+    own: int = 0  # answers of the student's own that the teacher corrects half-way
 
 
 def same_tokens(theirs: Mapping[str, int], own: Mapping[str, int]) -> bool:
@@ -82,7 +86,10 @@ def lines_of(student: AnswerBound, said: Transcript, way: str = "projected") -> 
     if same_tokens(said.vocabulary, own):
         return [_same(student, reply, said.stop, rows) for reply in said.replies if reply.says]
     begins = _Beginnings(student, said) if way == "projected" else None
-    return [_other(student, reply, said, begins) for reply in said.replies if reply.says]
+    lines = [_other(student, reply, said, begins) for reply in said.replies if reply.says]
+    if way != "chunks":
+        return lines
+    return [_in_chunks(student, said, *both) for both in zip(lines, (r for r in said.replies if r.says), strict=True)]
 
 
 def _same(student: AnswerBound, reply: Reply, stop: int, rows: int) -> Verse:
@@ -111,6 +118,25 @@ def _other(student: AnswerBound, reply: Reply, said: Transcript, begins: _Beginn
             if there is not None and there < len(reply.top):
                 top[place], logs[place] = begins.read(reply.top[there], reply.logs[there], answer[place])
     return Verse(student.room(posed.question, len(answer) + 1)[0], answer, top, logs)
+
+
+def _in_chunks(student: AnswerBound, said: Transcript, line: Verse, reply: Reply) -> Verse:
+    """Pieces of text that both tokenizers end at one place, and how likely the teacher finds each."""
+    assert said.pieces is not None
+    content = line.answer[: len(line.answer) - reply.ended]
+    own, theirs = ends(student.tokenizer, content, reply.text), said.pieces(reply.tokens, reply.text)
+    written = [*reply.tokens, *([said.stop] if reply.ended else [])]
+    likely = [
+        max((log for number, log in zip(top.tolist(), logs.tolist()) if number == token), default=float(logs[-1]))
+        for token, top, logs in zip(written, reply.top, reply.logs)
+    ]
+    shared = sorted(set(own) & set(theirs))
+    places = [bisect_left(shared, end) for end in own] + [len(shared)] * reply.ended
+    sums = [0.0] * (len(shared) + 1)
+    for end, log in zip([*theirs, math.inf], likely):
+        sums[bisect_left(shared, end)] += log
+    used = max(places, default=-1) + 1
+    return replace(line, chunks=(torch.tensor(places), torch.tensor(sums[:used])))
 
 
 class _Beginnings:
@@ -198,10 +224,25 @@ def divergences(logits: Tensor, top: Tensor, logs: Tensor) -> Tensor:
 def per_line(bound: AnswerBound, model: Any, lines: Sequence[Verse]) -> list[Tensor]:
     """The divergences of every line, place by place, in one pass."""
     logits = bound.spoken_logits(model, [line.question for line in lines], [line.answer for line in lines])
+    if any(line.chunks is not None for line in lines):
+        parts = logits.log_softmax(-1).split([len(line.answer) for line in lines])
+        return [_by_chunks(found, line) for found, line in zip(parts, lines, strict=True)]
     width = max(line.top.shape[1] for line in lines)
     top = torch.cat([_wide(line.top, width, 0) for line in lines]).to(logits.device)
     logs = torch.cat([_wide(line.logs, width, NEVER) for line in lines]).to(logits)
     return list(divergences(logits, top, logs).split([len(line.answer) for line in lines]))
+
+
+def _by_chunks(found: Tensor, line: Verse) -> Tensor:
+    """For every piece the divergence between two answers: this very text, or any other."""
+    if line.chunks is None:
+        return divergences(found, line.top.to(found.device), line.logs.to(found))
+    places, wanted = line.chunks[0].to(found.device), line.chunks[1].to(found)
+    own = found.gather(1, torch.tensor(line.answer, device=found.device)[:, None])[:, 0]
+    sums = torch.zeros_like(wanted).index_add(0, places, own).clamp(max=-SURE)
+    wanted = wanted.clamp(min=-30.0, max=-SURE)
+    other, rest = torch.log(-torch.expm1(sums)), torch.log(-torch.expm1(wanted))
+    return wanted.exp() * (wanted - sums) + rest.exp() * (rest - other)
 
 
 def _wide(tensor: Tensor, width: int, value: float) -> Tensor:
@@ -243,8 +284,11 @@ def imitate(
     seed: int,
     partial: Path | None = None,
     at: Callable[[int], None] = lambda done: None,
+    more: Callable[[], Sequence[Verse]] = list,
 ) -> int:
-    """Train the parameters in place; returns how many samples went forward and backward. `at` is told of every step."""
+    """Train the parameters in place; returns how many samples went forward and backward. `at` is told of every step.
+
+    Half-way the lines of `more` join those that are told."""
 
     def diverged(step: int, _: float) -> DataError:
         return DataError(f"the loss is not finite in step {step + 1} of the lessons; try a lower rate.")
@@ -266,6 +310,9 @@ def imitate(
     first = state.resume(training)
     with left_as_it_was(bound.model), torch.enable_grad(), recomputing(bound.model, recipe.recompute):
         for step in range(recipe.steps):
+            if step == recipe.steps // 2 and (added := list(more())):
+                parts = ([*course.told, *added], *parts[1:])
+                drawn[0] = draws(len(parts[0]), sizes[0], seed)
             lines = [
                 (part[row], weight / size)
                 for part, rows, size, weight in zip(parts, drawn, sizes, weights, strict=True)
