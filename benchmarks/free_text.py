@@ -27,7 +27,7 @@ from benchmarks.parts import in_forks
 TARGETS = ("same", "shape", "tokenizer")
 TASKS = ("latin", "title", "words")
 SHOTS, REAL = 16, 500
-BASELINES = ("naive", "gradfix", "veto", "few_shot_lora")
+BASELINES = ("naive", "few_shot_lora", "gradfix", "veto")
 TUNING = {"steps": 500, "batch_size": 32, "lr": 2e-4, "weight_decay": 0.0}
 LORA = {"rate": 1e-3, "rank": 16}
 RESULTS = Path(__file__).parent / "results" / "free_text.json"
@@ -57,20 +57,20 @@ def main() -> None:
     args = parser.parse_args()
     args.began = time.time()
     args.work.mkdir(parents=True, exist_ok=True)
+    failed = []
     if args.stage in ("all", "tune"):
         wanted = [*(("base", source) for source in args.sources), *((target, "full") for target in args.targets)]
         parts = [(model, kind, task) for (model, kind), task in product(wanted, args.tasks)]
         missing = [part for part in parts if not (args.work / "-".join(part) / "figures.json").exists()]
-        in_forks(prepare, partial(tune_part, args), missing, args.jobs)
+        failed += in_forks(prepare, partial(tune_part, args), missing, args.jobs)
     if args.stage in ("all", "move"):
-        kinds = [kind for kind in args.kinds if kind != "baselines"]
-        runs = [("baselines", "")] if "baselines" in args.kinds else []
-        runs += list(product(kinds, args.speech))
+        runs = [(kind, name) for kind in args.kinds for name in (args.speech if kind != "baselines" else [""])]
         cells = product(runs, args.seeds, args.tasks, args.targets)
-        in_forks(
-            prepare, partial(move_part, args), [(*run, str(seed), *where) for run, seed, *where in cells], args.jobs
-        )
+        parts = [(*run, str(seed), *where) for run, seed, *where in cells]
+        failed += in_forks(prepare, partial(move_part, args), parts, args.jobs)
         write(args)
+    if failed:
+        raise SystemExit(f"{len(failed)} parts failed; the same command runs what is missing")
 
 
 def prepare() -> None:
@@ -94,9 +94,9 @@ def prepare() -> None:
 def write(args: argparse.Namespace) -> None:
     from gradfix.checkpoints.folder import versions
 
-    paths = [path for name in ("", *args.speech) for path in sorted(args.work.glob(f"rows-{name}-*.jsonl"))]
-    rows = [json.loads(line) for path in paths for line in path.open()]
+    paths = [path for name in ("", *args.speech) for path in sorted(args.work.glob(f"rows-{name}-*"))]
     tuned = {path.parent.name: json.loads(path.read_text()) for path in sorted(args.work.glob("*/figures.json"))}
+    rows = [with_share(json.loads(line), tuned) for path in paths for line in path.open() if line.endswith("\n")]
     result = {
         "command": "python -m benchmarks.free_text", "device": args.device, "seconds": time.time() - args.began,
         **versions(), "tuned": tuned, "summary": summary(rows), "rows": rows,
@@ -105,6 +105,13 @@ def write(args: argparse.Namespace) -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result["summary"].items():
         print(key, value)
+
+
+def with_share(row: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
+    """How much of what a full fine-tune of the target gains in loss per token."""
+    ends = tuned[f"{row['target']}-full-{row['task']}"]
+    zero, best = (ends[name]["loss"] for name in ("zero_shot", "fine_tuned"))
+    return {**row, "share": round((zero - row["loss"]) / (zero - best), 4)}
 
 
 def folder_of(args: argparse.Namespace, model: str) -> Path:
@@ -171,7 +178,6 @@ def move_part(args: argparse.Namespace, kind: str, name: str, seed: str, task: s
     if whole.exists() or time.time() - args.began > args.limit:
         return
     dataset = load_data(args.stories / "tasks" / task)
-    ends = json.loads((args.work / f"{target}-full-{task}" / "figures.json").read_text())
     source = "lora" if kind == "lora" else "full"
     opened = Opened(
         Request(
@@ -189,8 +195,6 @@ def move_part(args: argparse.Namespace, kind: str, name: str, seed: str, task: s
     with part.open("w") as out:
         for row in runs(opened, methods, int(seed), outside):
             row["method"] = name if row["method"] == "best" else row["method"]
-            gain = ends["zero_shot"]["loss"] - ends["fine_tuned"]["loss"]
-            row["share"] = round((ends["zero_shot"]["loss"] - row["loss"]) / gain, 4)
             line = json.dumps({**where, **row})
             print(line, flush=True)
             out.write(line + "\n")

@@ -6,7 +6,10 @@ import multiprocessing
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 
 def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[object]], jobs: int) -> None:
@@ -25,10 +28,24 @@ def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[
 
 def in_forks(
     prepare: Callable[[], None], run: Callable[..., None], parts: Iterable[tuple[str, ...]], jobs: int
-) -> None:
-    """`run(*part)` for every part in `jobs` copies of this process, which has imported everything and touched no device."""
+) -> list[tuple[str, ...]]:
+    """`run(*part)` for every part in `jobs` copies of this process, which has imported everything and touched no device.
+
+    A part that fails stops no other; those that failed are returned. Where a copy dies, the parts it may have taken with it
+    are run once more."""
     prepare()
-    with multiprocessing.get_context("fork").Pool(jobs, initializer=prepare) as pool:
-        waiting = [pool.apply_async(run, part) for part in parts]
-        for one in waiting:
-            one.get()
+    failed, waiting = [], list(parts)
+    for last in (False, True):
+        lost = []
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), prepare) as pool:
+            running = {pool.submit(run, *part): part for part in waiting}
+            for future in as_completed(running):
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool) and not last:
+                    lost.append(running[future])
+                elif error is not None:
+                    failed.append(running[future])
+                    print(f"failed: {' '.join(running[future])}", file=sys.stderr)
+                    traceback.print_exception(error)
+        waiting = lost
+    return failed
