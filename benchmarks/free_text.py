@@ -262,13 +262,16 @@ def runs(opened: Any, methods: tuple[str, ...], seed: int, outside: Any) -> Iter
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means by target, inputs, source and method."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    """By target, inputs, source and method: the mean over tasks of the means over seeds."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found["/".join(row[name] for name in ("target", "inputs", "source", "method"))].append(row)
+        found["/".join(row[name] for name in ("target", "inputs", "source", "method"))][row["task"]].append(row)
     return {
-        key: {"runs": len(ones), **{name: round(fmean(one[name] for one in ones), 4) for name in MEANS}}
-        for key, ones in sorted(found.items())
+        key: {
+            "runs": {task: len(ones) for task, ones in sorted(tasks.items())},
+            **{name: round(fmean(fmean(one[name] for one in ones) for ones in tasks.values()), 4) for name in MEANS},
+        }
+        for key, tasks in sorted(found.items())
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +27,7 @@ from gradfix.training import best as recipes
 from gradfix.training.asking import Transcript, bare
 from gradfix.training.best import Best
 from gradfix.training.costs import Work
-from gradfix.training.free_text import LARGE, Speech, alone, apart, asked_of, learn
+from gradfix.training.free_text import LARGE, Speech, apart, asked_of, learn
 from gradfix.training.imitating import Course, given_lines, imitate
 from gradfix.training.lowrank import LowRank, adapted, moved_by
 from gradfix.training.retained import Outside
@@ -55,12 +54,14 @@ def recipe_of(trial: Trial, support: Support, examples: Sequence[Example]) -> Be
     bound = _speaker(trial)
     speech, teacher = speech_of(trial), trial.teacher()
 
+    def score() -> None:
+        if teacher is not None and apart(teacher, bound):  # while it has changed places with the target
+            had(trial, lambda: teacher)
+
     def ask() -> Transcript | None:
-        with ExitStack() as stack:
-            if speaks(teacher) and apart(teacher, bound):  # it changes places with the target once for all it is asked
-                stack.enter_context(alone(teacher, bound))
-                had(trial, lambda: teacher)
-            return asked_of(teacher, bound, support.examples, trial.unlabelled, speech=speech, seed=support.seed)
+        return asked_of(
+            teacher, bound, support.examples, trial.unlabelled, speech=speech, seed=support.seed, meanwhile=score
+        )
 
     try:
         said: Transcript | None = trial.shared(f"said-{support.name}", ask)
