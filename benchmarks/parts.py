@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 
 
 def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[object]], jobs: int) -> None:
@@ -20,3 +24,28 @@ def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[
             running.remove(process)
             if process.returncode:
                 raise SystemExit(f"a part failed: {process.args}")
+
+
+def in_forks(
+    prepare: Callable[[], None], run: Callable[..., None], parts: Iterable[tuple[str, ...]], jobs: int
+) -> list[tuple[str, ...]]:
+    """`run(*part)` for every part in `jobs` copies of this process, which has imported everything and touched no device.
+
+    A part that fails stops no other; those that failed are returned. Where a copy dies, the parts it may have taken with it
+    are run once more."""
+    prepare()
+    failed, waiting = [], list(parts)
+    for last in (False, True):
+        lost = []
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork"), prepare) as pool:
+            running = {pool.submit(run, *part): part for part in waiting}
+            for future in as_completed(running):
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool) and not last:
+                    lost.append(running[future])
+                elif error is not None:
+                    failed.append(running[future])
+                    print(f"failed: {' '.join(running[future])}", file=sys.stderr)
+                    traceback.print_exception(error)
+        waiting = lost
+    return failed

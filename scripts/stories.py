@@ -5,8 +5,9 @@
 BASE is a language model that writes stories (a folder). From stories sampled from it three siblings are trained from random
 weights: `same` (its shape, another seed), `shape` (another width and depth) and `tokenizer` (its own, of 6,000 entries). Those with
 BASE's tokenizer learn its probabilities on these stories, the third the text alone. Three tasks with answers that
-follow from the text by a rule are written to OUT/tasks: `characters` (as JSON), `summary` (a line after a story) and `words` (a
-story that holds three given words and ends with a moral). Weights are kept as 8-bit rows in OUT/packed, so that they travel."""
+follow from the text by a rule are written to OUT/tasks: `latin` (the first three things of a story that stand in a glossary of 44
+words, in Latin: 16 answers do not show the glossary), `title` (who, which two things, which mood) and `words` (a story that holds
+three given words and ends with a moral). Weights are kept as 8-bit rows in OUT/packed, so that they travel."""
 
 from __future__ import annotations
 
@@ -25,15 +26,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gradfix._compat import heal_torchvision
+
 SIBLINGS: dict[str, dict[str, Any]] = {
     "same": {},
     "shape": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8,
               "num_key_value_heads": 8},
     "tokenizer": {"vocab_size": 6000, "max_position_embeddings": 320},
 }  # fmt: skip
-SPLITS = {"train": 2000, "validation": 500, "test": 200}
+SPLITS = {"train": 4000, "validation": 500, "test": 200}
 GENERAL = 200
-OWN = ("sibling", "sample")  # what the script says to itself
+OWN = ("sibling", "sample", "samplers")  # what the script says to itself
 COMMON = re.findall(
     r"\w+",
     (
@@ -48,6 +51,19 @@ COMMON = re.findall(
 )
 MORALS = {"kind": ("share", "help", "kind", "gave"), "brave": ("scared", "brave", "afraid", "dark"),
           "friendly": ("friend", "together", "play"), "careful": ("careful", "danger", "hurt", "fell")}  # fmt: skip
+MOODS = {"happy": "happy|smil|fun|laugh|yummy", "sad": "sad|cried|cry|lost|broke", "scary": "scar|afraid|dark|loud|storm",
+         "friendly": "friend|share|together|hug", "curious": "found|look|wonder|explor|saw"}  # fmt: skip
+LATIN: dict[str, str] = dict(
+    re.findall(
+        r"(\w+)=(\w+)",
+        "park=hortus dog=canis tree=arbor bird=avis cat=felis ball=pila water=aqua sky=caelum box=arca sun=sol car=currus "
+        "store=taberna forest=silva flower=flos garden=viridarium grass=herba bed=lectus bear=ursus dress=vestis door=porta "
+        "table=mensa rock=saxum fish=piscis rain=pluvia picture=pictura pond=stagnum beach=litus truck=plaustrum hat=pilleus "
+        "cake=libum window=fenestra book=liber rabbit=cuniculus squirrel=sciurus mouse=mus kitchen=culina floor=solum "
+        "night=nox town=oppidum wind=ventus house=domus room=cella toy=ludicrum butterfly=papilio",
+    )
+)
+THINGS = re.compile(rf"\b({'|'.join(LATIN)})s?\b")
 
 
 def main() -> None:
@@ -60,35 +76,40 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=60.0, help="of training, for each sibling")
     parser.add_argument("--sibling", help=argparse.SUPPRESS)
-    parser.add_argument("--sample", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--sample", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--samplers", type=int, default=1, help="processes that write stories")
     args = parser.parse_args()
+    heal_torchvision()
     torch.set_float32_matmul_precision("high")
     if args.sibling:
         train(args, args.sibling)
         return
-    if args.sample:
-        torch.save(sample(args), args.out / "rows.pt")
+    if args.sample is not None:
+        torch.save(sample(args), args.out / f"rows-{args.sample}.pt")
         return
     args.out.mkdir(parents=True, exist_ok=True)
     began = time.time()
     words = [word for name, value in vars(args).items() if name not in OWN for word in (f"--{name}", str(value))]
     again = [sys.executable, "-m", "scripts.stories", *words]
-    subprocess.run([*again, "--sample"], check=True)  # apart: it would hold on to the device's memory
-    rows = torch.load(args.out / "rows.pt")
+    share = -(-args.stories // args.samplers)  # apart: they would hold on to the device's memory
+    together([[*again, "--stories", str(share), "--sample", str(number)] for number in range(args.samplers)])
+    rows = torch.cat([torch.load(args.out / f"rows-{number}.pt") for number in range(args.samplers)])
+    torch.save(rows, args.out / "rows.pt")
     texts = as_texts(args, rows)
     (args.out / "texts.json").write_text(json.dumps(texts))
     print(f"{len(texts)} stories in {time.time() - began:.0f} s", flush=True)
     write_tasks(args.out / "tasks", texts)
-    running = [subprocess.Popen([*again, "--sibling", name]) for name in SIBLINGS]
-    if any(process.wait() for process in running):
-        raise SystemExit("a sibling was not trained")
+    together([[*again, "--sibling", name] for name in SIBLINGS])
     print(f"siblings after {time.time() - began:.0f} s", flush=True)
 
 
-def opened(folder: Path, device: str) -> tuple[Any, Any]:
-    from gradfix._compat import heal_torchvision
+def together(commands: list[list[str]]) -> None:
+    running = [subprocess.Popen(command) for command in commands]
+    if any(process.wait() for process in running):
+        raise SystemExit("a part failed")
 
-    heal_torchvision()
+
+def opened(folder: Path, device: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
@@ -100,15 +121,15 @@ def sample(args: argparse.Namespace) -> torch.Tensor:
     """Token rows as the model writes them, one story after the other."""
     model, tokenizer = opened(args.base, args.device)
     parts = []
-    torch.manual_seed(0)
-    with torch.autocast(args.device, dtype=torch.bfloat16):
-        for first in range(0, args.stories, args.batch):
-            begin = torch.full((min(args.batch, args.stories - first), 1), tokenizer.bos_token_id, device=args.device)
-            found = model.generate(
-                begin, attention_mask=torch.ones_like(begin), max_new_tokens=args.length - 1, min_new_tokens=args.length - 1,
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=tokenizer.bos_token_id,
-            )  # fmt: skip
-            parts.append(found.to(torch.int32).cpu())
+    torch.manual_seed(args.sample)
+    model = model.bfloat16() if args.device == "cuda" else model
+    for first in range(0, args.stories, args.batch):
+        begin = torch.full((min(args.batch, args.stories - first), 1), tokenizer.bos_token_id, device=args.device)
+        found = model.generate(
+            begin, attention_mask=torch.ones_like(begin), max_new_tokens=args.length - 1, min_new_tokens=args.length - 1,
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=tokenizer.bos_token_id,
+        )  # fmt: skip
+        parts.append(found.to(torch.int32).cpu())
     return torch.cat(parts)
 
 
@@ -141,24 +162,28 @@ def people(text: str) -> list[str]:
     return [name for name in dict.fromkeys(inside) if len(re.findall(rf"\b{name}\b", text)) > 1][:3]
 
 
-def characters(text: str) -> dict[str, str] | None:
-    story = begun(text, 80)
-    names = people(story)
-    if not names or len(story.split()) < 40:
-        return None
-    return {"prompt": f"{story}\nCharacters:", "completion": " " + json.dumps({"names": names, "count": len(names)})}
+def things(story: str) -> list[str]:
+    """What the glossary knows, in order."""
+    return list(dict.fromkeys(THINGS.findall(story)))
 
 
-def summary(text: str) -> dict[str, str] | None:
-    story = begun(text, 80)
-    names, words = people(story), story.split()
-    if not names or len(words) < 40:
+def latin(text: str) -> dict[str, str] | None:
+    story = begun(text, 60)
+    found = things(story)[:3]
+    if len(found) < 2 or len(story.split()) < 30:
         return None
-    mood = "happy" if re.search(r"happy|smile|fun|laugh", story) else "quiet"
-    line = (
-        f" {names[0]}. It begins with {' '.join(words[:5])} and ends with {' '.join(words[-5:])} It is a {mood} story."
-    )
-    return {"prompt": f"{story}\nSummary:", "completion": line}
+    return {"prompt": f"{story}\nLatin:", "completion": f" {', '.join(LATIN[thing] for thing in found)}."}
+
+
+def title(text: str) -> dict[str, str] | None:
+    story = begun(text, 70)
+    names, found = people(story), things(story)
+    if not names or len(found) < 2 or len(story.split()) < 30:
+        return None
+    counts = {name: len(re.findall(signs, story)) for name, signs in MOODS.items()}
+    mood = max(counts, key=lambda name: counts[name]) if any(counts.values()) else "quiet"
+    line = f" {names[0]}, the {found[0]} and the {found[1]}: a {mood} story."
+    return {"prompt": f"{story}\nTitle:", "completion": line}
 
 
 def words_task(text: str) -> dict[str, str] | None:
@@ -167,7 +192,7 @@ def words_task(text: str) -> dict[str, str] | None:
     if len(seen) < 4 or len(story.split()) < 25:
         return None
     chosen = list(seen)[:: max(1, len(seen) // 3)][:3]
-    moral = next((name for name, signs in MORALS.items() if any(sign in text for sign in signs)), "patient")
+    moral = next((name for name, signs in MORALS.items() if any(sign in story for sign in signs)), "patient")
     return {
         "prompt": f"Words: {', '.join(chosen)}\nStory:",
         "completion": f" {story} The moral of the story: be {moral}.",
@@ -175,7 +200,7 @@ def words_task(text: str) -> dict[str, str] | None:
 
 
 TASKS: dict[str, Callable[[str], dict[str, str] | None]] = {
-    "characters": characters, "summary": summary, "words": words_task,
+    "latin": latin, "title": title, "words": words_task,
 }  # fmt: skip
 
 
@@ -185,7 +210,7 @@ def write_tasks(out: Path, texts: list[str]) -> None:
     random.Random(0).shuffle(unique)
     out.mkdir(parents=True, exist_ok=True)
     total = sum(SPLITS.values()) * len(TASKS) + GENERAL
-    scale = min(1.0, len(unique) * 0.5 / total)
+    scale = min(1.0, len(unique) * 0.3 / total)
     waiting, seen = iter(unique), set[str]()
     general = [next(waiting) for _ in range(max(4, int(GENERAL * scale)))]
     (out / "general.json").write_text(json.dumps(general))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from gradfix.tasks import TASKS
 from gradfix.tasks.phrases import token_f1
 from gradfix.tasks.scoring import mean_loss
 from gradfix.training import asking, free_text, imitating
-from gradfix.training.asking import Asking, ask, framed, made_up
+from gradfix.training.asking import Asking, Transcript, ask, framed, made_up, prompts_of
 from gradfix.training.finetuning import finetune
 from gradfix.training.free_text import Speech, learn
 from gradfix.training.imitating import Imitation, divergences, lines_of
@@ -70,8 +71,13 @@ def sides(home: Path) -> tuple[Any, Any]:
     return task.open(home / "tuned"), task.open(home / "new")
 
 
+def answers(teacher: Any, labelled: Any, asking: Asking, seed: int = 0, **how: Any) -> Transcript:
+    """Of a teacher that makes up its prompts itself."""
+    return ask(teacher, prompts_of(teacher, labelled, asking=asking, seed=seed), asking=asking, seed=seed, **how)
+
+
 def taught(teacher: Any, student: Any, speech: Speech = EAGER, **options: Any) -> Any:
-    said = ask(teacher, rows(8, 3), asking=speech.asking)
+    said = answers(teacher, rows(8, 3), speech.asking)
     return learn(student, None, rows(8, 3), said, speech=speech, **options)
 
 
@@ -99,8 +105,8 @@ def test_the_divergence_is_the_one_of_all_tokens_where_all_are_listed() -> None:
     theirs, ours = torch.randn(2, 5, 12, dtype=torch.float64)
     logs, top = theirs.log_softmax(-1).topk(12)
     whole = torch.nn.functional.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="none")
-    torch.testing.assert_close(divergences(ours, top, logs), whole.sum(-1), rtol=0, atol=1e-9)
-    part = divergences(ours, top[:, :4], logs[:, :4])
+    torch.testing.assert_close(divergences(ours.log_softmax(-1).gather(1, top), logs), whole.sum(-1), rtol=0, atol=1e-9)
+    part = divergences(ours.log_softmax(-1).gather(1, top[:, :4]), logs[:, :4])
     assert (part <= whole.sum(-1) + 1e-9).all() and (part >= -1e-9).all()
 
 
@@ -125,15 +131,41 @@ def test_another_tokenizer_is_no_obstacle(home: Path, sides: tuple[Any, Any]) ->
     assert after(student, found.update) < min(0.4 * before, after(student, alone.update))
 
 
-def test_the_teacher_s_words_are_read_as_the_student_writes_them(home: Path, sides: tuple[Any, Any]) -> None:
-    """Where both stand at one place of the text, probabilities are handed on; elsewhere the text is."""
+def test_the_teacher_s_words_are_read_in_pieces_that_both_can_end(home: Path, sides: tuple[Any, Any]) -> None:
+    """A piece is as likely as its tokens together, and the divergence is that of this text against any other."""
     teacher, student = sides[0], TASKS["causal"]().open(home / "other")
-    said = ask(teacher, rows(4, 3), asking=replace(QUICK.asking, pool=4))
-    for line in lines_of(student, said):
-        assert line.logs.exp().sum(1).max() <= 1 + 1e-5
-        assert line.top.shape == line.logs.shape and len(line.top) == len(line.answer)
-    certain = lines_of(student, said, "words")
-    assert all((line.logs.exp().sum(1) == 1).all() for line in certain)
+    said = answers(teacher, rows(4, 3), replace(QUICK.asking, pool=20, top=10_000))
+    lines = lines_of(student, said)
+    for line, reply in zip(lines, said.replies, strict=True):
+        assert line.pieces is not None
+        numbers, wanted = line.pieces
+        tokens = [*reply.tokens, *([said.stop] if reply.ended else [])]
+        logits = teacher.spoken_logits(teacher.model, [teacher.posed(reply.prompt).question], [tokens])
+        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])
+        assert float(wanted.sum()) == pytest.approx(float(own.sum()), abs=1e-4) and len(numbers) == len(line.answer)
+        found = student.spoken_logits(student.model, [line.question], [line.answer]).log_softmax(-1)
+        for number, value in enumerate(imitating.per_line(student, student.model, [line, *lines[:2]])[0].tolist()):
+            mine = sum(float(found[n, line.answer[n]]) for n in range(len(numbers)) if numbers[n] == number)
+            pair, ours = (torch.tensor([p, 1 - p]) for p in (math.exp(float(wanted[number])), math.exp(mine)))
+            assert value == pytest.approx(float((pair * (pair / ours).log()).nan_to_num().sum()), abs=1e-4)
+
+
+def test_models_change_places_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Side:
+        def __init__(self, device: str) -> None:
+            self.model, self.device = self, torch.device(device)
+
+        def parameters(self) -> Any:
+            return iter([self])
+
+        def to(self, device: torch.device) -> None:
+            self.device = device
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    teacher, bound = Side("cpu"), Side("cuda")
+    with free_text.alone(teacher, bound), free_text.alone(teacher, bound):  # type: ignore[arg-type]
+        assert (teacher.device.type, bound.device.type) == ("cuda", "cpu")
+    assert (teacher.device.type, bound.device.type) == ("cpu", "cuda")
 
 
 def test_seq2seq_answers_freely(tmp_path: Path) -> None:
@@ -143,7 +175,7 @@ def test_seq2seq_answers_freely(tmp_path: Path) -> None:
     before = loss_of(student)
     speech = replace(QUICK, imitation=replace(QUICK.imitation, rate=1.0))
     tau = TaskVector.between(task.open(tmp_path / "a").model, teacher.model)
-    said = ask(teacher, rows(8, 3), asking=speech.asking)
+    said = answers(teacher, rows(8, 3), speech.asking)
     found = learn(student, tau, rows(8, 3), said, speech=speech)
     assert after(student, found.update) < before - 0.5 * (before - loss_of(teacher))
 
@@ -159,7 +191,7 @@ def test_made_up_prompts_keep_what_all_prompts_share(sides: tuple[Any, Any]) -> 
 def test_asking_goes_on_after_a_kill(sides: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, kept = sides[0], tmp_path / "said"
     how: dict[str, Any] = {"asking": replace(QUICK.asking, batch=8), "seed": 4}
-    whole = ask(teacher, rows(8, 3), **how)
+    whole = answers(teacher, rows(8, 3), **how)
     monkeypatch.setattr(asking, "SAVE_EVERY_SECONDS", 0.0)
     answer, calls = asking._Book._answer, []
 
@@ -171,15 +203,15 @@ def test_asking_goes_on_after_a_kill(sides: tuple[Any, Any], tmp_path: Path, mon
 
     monkeypatch.setattr(asking._Book, "_answer", dies)
     with pytest.raises(KeyboardInterrupt):
-        ask(teacher, rows(8, 3), **how, partial=kept)
-    again = ask(teacher, rows(8, 3), **how, partial=kept)
+        answers(teacher, rows(8, 3), **how, partial=kept)
+    again = answers(teacher, rows(8, 3), **how, partial=kept)
     assert [reply.tokens for reply in again.replies] == [reply.tokens for reply in whole.replies]
     assert all(torch.equal(a.logs, b.logs) for a, b in zip(again.replies, whole.replies, strict=True))
 
 
 def test_lessons_go_on_after_a_kill(sides: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     teacher, student = sides
-    said = ask(teacher, rows(8, 3), asking=QUICK.asking)
+    said = answers(teacher, rows(8, 3), QUICK.asking)
     speech = replace(QUICK, imitation=replace(QUICK.imitation, steps=8), kept=tmp_path / "kept")
     whole = learn(student, None, rows(8, 3), said, speech=replace(speech, kept=None))
     monkeypatch.setattr(imitating, "SAVE_EVERY_SECONDS", 0.0)
@@ -204,7 +236,7 @@ def test_a_teacher_that_never_stops_is_cut_and_said_so(home: Path) -> None:
     with torch.no_grad():
         head[endless.tokenizer.eos_token_id] = -head.mean(0) * 0 - 100 * head.abs().sum(0)
     endless.model.generation_config.eos_token_id = endless.tokenizer.eos_token_id
-    said = ask(endless, rows(4, 3), asking=replace(QUICK.asking, longest=5, pool=8))
+    said = answers(endless, rows(4, 3), replace(QUICK.asking, longest=5, pool=8))
     cut = [reply for reply in said.replies if reply.source != "reference" and not reply.ended]
     assert cut and all(len(reply.tokens) == 5 for reply in cut)
     assert any("did not end within 5 tokens" in note and "--answer-tokens" in note for note in said.notes)
@@ -213,13 +245,13 @@ def test_a_teacher_that_never_stops_is_cut_and_said_so(home: Path) -> None:
 def test_a_teacher_without_words_is_refused(sides: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(sides[0]), "say", lambda self, model, posed, longest, seed=None: [([], True)] * len(posed))
     with pytest.raises(DataError, match="an empty answer to each of"):
-        ask(sides[0], rows(4, 3), asking=replace(QUICK.asking, pool=4))
+        answers(sides[0], rows(4, 3), replace(QUICK.asking, pool=4))
 
 
 def test_a_prompt_longer_than_the_context_loses_its_beginning(home: Path) -> None:
     bound = TASKS["causal"](max_length=24).open(home / "tuned")
     long = [{"prompt": "x " * 60 + "good", "completion": "positive film"}]
-    said = ask(bound, long, asking=replace(QUICK.asking, pool=2))
+    said = answers(bound, long, replace(QUICK.asking, pool=2))
     assert said.replies and any("were cut at 24 tokens" in note for note in bound.cuts())
 
 

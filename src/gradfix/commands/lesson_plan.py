@@ -110,7 +110,7 @@ def _walked(stack: ExitStack, model: Any, device: str, sizes: tuple[int, int, in
     seen = stack.enter_context(Allocations(shaped))
     logits = _scores(shaped, samples, asked, said)
     top = torch.zeros(len(logits), 64, dtype=torch.int64)
-    divergences(logits, top, torch.zeros(len(logits), 64)).mean().backward()
+    divergences(logits.log_softmax(-1).gather(1, top), torch.zeros(len(logits), 64)).mean().backward()
     return seen.peak
 
 

@@ -18,6 +18,7 @@ from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.search import Score, View
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
+from gradfix.methods.yardsticks import had
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.loading import ADAPTER_CONFIG
 from gradfix.tasks.phrases import phrase_figures, spoken
@@ -26,7 +27,7 @@ from gradfix.training import best as recipes
 from gradfix.training.asking import Transcript, bare
 from gradfix.training.best import Best
 from gradfix.training.costs import Work
-from gradfix.training.free_text import LARGE, Speech, asked_of, learn
+from gradfix.training.free_text import LARGE, Speech, apart, asked_of, learn
 from gradfix.training.imitating import Course, given_lines, imitate
 from gradfix.training.lowrank import LowRank, adapted, moved_by
 from gradfix.training.retained import Outside
@@ -53,8 +54,14 @@ def recipe_of(trial: Trial, support: Support, examples: Sequence[Example]) -> Be
     bound = _speaker(trial)
     speech, teacher = speech_of(trial), trial.teacher()
 
+    def score() -> None:
+        if teacher is not None and apart(teacher, bound):  # while it has changed places with the target
+            had(trial, lambda: teacher)
+
     def ask() -> Transcript | None:
-        return asked_of(teacher, bound, support.examples, trial.unlabelled, speech=speech, seed=support.seed)
+        return asked_of(
+            teacher, bound, support.examples, trial.unlabelled, speech=speech, seed=support.seed, meanwhile=score
+        )
 
     try:
         said: Transcript | None = trial.shared(f"said-{support.name}", ask)

@@ -21,6 +21,11 @@ def had(trial: Trial, open_old: Callable[[], Bound | None]) -> dict[str, float] 
     """What a user had: the old fine-tune with its own base, head and tokenizer, on the test examples.
 
     `open_old` opens it where it is no teacher. None where there are none, or where it cannot be opened; a note says why."""
+    found: dict[str, float] | None = trial.shared("had", lambda: _had(trial, open_old))
+    return found
+
+
+def _had(trial: Trial, open_old: Callable[[], Bound | None]) -> dict[str, float] | None:
     test = trial.splits.test
     if not test:
         return None

@@ -188,7 +188,7 @@ class CausalBound(AnswerBound):
         logits = model(input_ids=tokens, attention_mask=attention).logits[:, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets, counts = tokens[:, 1:], answer[:, 1:]
-        losses = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return losses * counts, (logits.argmax(-1) == targets) | (counts == 0)
 
     def _own(self, batch: Batch) -> list[Tensor]:

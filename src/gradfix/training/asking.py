@@ -1,7 +1,7 @@
 """Ask the old fine-tune: what it answers, and how likely it finds every token of its answers.
 
-It answers the few-shot prompts, unlabelled prompts, and prompts made from those it has seen: their beginnings, which it
-goes on with itself, and their words in another order. Answers are drawn from its own probabilities and kept as tokens with the
+It answers the few-shot prompts, unlabelled prompts, and prompts made from those: their beginnings, which the new base
+goes on with (a fine-tune may have forgotten how people ask), and their words in another order. Answers are drawn from its own probabilities and kept as tokens with the
 likeliest tokens at every place, so that the fine-tune need not be in memory while another model learns from it."""
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Transcript:
     stop: int
     vocabulary: Mapping[str, int]
     longest: int
+    ends: Callable[[list[int], str], list[int]] = field(repr=False)  # characters written after each token of a text
     notes: tuple[str, ...] = ()
     asked: int = 0
-    pieces: Callable[[list[int], str], list[int]] | None = field(default=None, repr=False)
     shown: tuple[str, ...] = ()  # answers for people to read
 
     def __len__(self) -> int:
@@ -93,11 +93,13 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class Prompt:
+    """A question, where it comes from, and the reference answer where that is the one to be read."""
+
     example: Example
     source: str
     parent: int
-    said: str | None = None  # a reference answer, which is not drawn
+    said: str | None = None
 
 
 def bare(example: Example) -> dict[str, Any]:
@@ -109,8 +111,7 @@ def bare(example: Example) -> dict[str, Any]:
 
 def ask(
     teacher: AnswerBound,
-    labelled: Sequence[Example],
-    unlabelled: Sequence[Example] = (),
+    prompts: Sequence[Prompt],
     *,
     asking: Asking | None = None,
     seed: int = 0,
@@ -118,23 +119,20 @@ def ask(
 ) -> Transcript:
     """The teacher's answers. With `partial` they are saved there now and then, and the same call goes on from it."""
     asking = asking or Asking()
-    longest = asking.longest or _longest(teacher, labelled, asking)
-    prompts = _prompts(teacher, labelled, unlabelled, asking, seed)
     if not prompts:
         raise DataError("there is no prompt to ask the old fine-tune about; give --shots or --unlabelled.")
+    longest = asking.longest or _longest(teacher, prompts, asking)
     posed = [teacher.posed(prompt.example, index) for index, prompt in enumerate(prompts)]
-    book = _Book(teacher, prompts, posed, longest, asking, seed)
-    replies = book.filled(partial)
+    replies = _Book(teacher, prompts, posed, longest, asking, seed).filled(partial)
     drawn = [reply for reply in replies if reply.source != REFERENCE]
     if drawn and not any(reply.tokens for reply in drawn):
         raise DataError(
             f"the old fine-tune gives an empty answer to each of {len(drawn)} prompts. Are the prompts written as it was "
             "trained on (chat template, ending)? Check with `gradfix evaluate`."
         )
-    closing = posed[0].closing
     return Transcript(
-        replies, teacher.stops(closing)[0], dict(teacher.tokenizer.get_vocab()), longest,
-        _notes(drawn, longest), len(replies), lambda tokens, text: ends(teacher.tokenizer, tokens, text),
+        replies, teacher.stops(posed[0].closing)[0], dict(teacher.tokenizer.get_vocab()), longest,
+        lambda tokens, text: ends(teacher.tokenizer, tokens, text), _notes(drawn, longest), len(replies),
     )  # fmt: skip
 
 
@@ -150,33 +148,40 @@ def _notes(drawn: Sequence[Reply], longest: int) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _longest(teacher: AnswerBound, labelled: Sequence[Example], asking: Asking) -> int:
-    lengths = [len(teacher.answer_ids(teacher.answer_text(e, i))) for i, e in enumerate(labelled)]
+def _longest(teacher: AnswerBound, prompts: Sequence[Prompt], asking: Asking) -> int:
+    lengths = [len(teacher.answer_ids(prompt.said)) for prompt in prompts if prompt.said is not None]
     return max(lengths) * 5 // 4 + asking.spare if lengths else asking.unknown
 
 
-def _prompts(
-    teacher: AnswerBound, labelled: Sequence[Example], unlabelled: Sequence[Example], asking: Asking, seed: int
-) -> list[_Prompt]:
-    draw = random.Random(seed)
+def prompts_of(
+    writer: AnswerBound,
+    labelled: Sequence[Example],
+    unlabelled: Sequence[Example] = (),
+    *,
+    asking: Asking | None = None,
+    seed: int = 0,
+) -> list[Prompt]:
+    """What is asked: labelled prompts (with their answers, and without), unlabelled ones, and as far as those do not fill the
+    pool, prompts that `writer` makes up from them."""
+    asking, draw = asking or Asking(), random.Random(seed)
     known = [bare(example) for example in labelled]
     real = [bare(example) for example in draw.sample(list(unlabelled), min(len(unlabelled), asking.pool))]
     found = [
-        _Prompt(example, REFERENCE, index, teacher.answer_text(labelled[index], index))
+        Prompt(example, REFERENCE, index, writer.answer_text(labelled[index], index))
         for index, example in enumerate(known)
     ]
-    found += [_Prompt(example, LABELLED, index) for index, example in enumerate(known) for _ in range(asking.copies)]
-    found += [_Prompt(example, UNLABELLED, -1) for example in real]
+    found += [Prompt(example, LABELLED, index) for index, example in enumerate(known) for _ in range(asking.copies)]
+    found += [Prompt(example, UNLABELLED, -1) for example in real]
     missing = asking.pool - len(real) - asking.copies * len(known)
     if missing > 0 and (known or real):
         parents = [*range(len(known)), *(-1 for _ in real)]
-        made = made_up(teacher, [*known, *real], missing, seed, asking.batch)
-        found += [_Prompt(example, MADE, parents[place]) for example, place in made]
+        made = made_up(writer, [*known, *real], missing, seed, asking.batch)
+        found += [Prompt(example, MADE, parents[place]) for example, place in made]
     return found
 
 
 def made_up(
-    teacher: AnswerBound, known: Sequence[Example], count: int, seed: int, batch: int = 16
+    writer: AnswerBound, known: Sequence[Example], count: int, seed: int, batch: int = 16
 ) -> list[tuple[Example, int]]:
     """New prompts, each with the place of the known one it comes from.
 
@@ -187,7 +192,7 @@ def made_up(
     head, bodies, tail = framed(texts)
     words = [body.split(" ") for body in bodies]
     places = [draw.randrange(len(known)) for _ in range(count)]
-    goes_on = hasattr(teacher, "begun")
+    goes_on = hasattr(writer, "begun")
     begun = [place for turn, place in enumerate(places) if goes_on and turn % 2 == 0]
     mixed = [place for turn, place in enumerate(places) if not (goes_on and turn % 2 == 0)]
     made = [(place, _mixed(words, place, draw)) for place in mixed]
@@ -196,7 +201,7 @@ def made_up(
     for first in range(0, len(begun), batch):
         part = slice(first, first + batch)
         shown = [_with(known[place], head + " ".join(start)) for place, start in zip(begun[part], starts[part])]
-        told = _continued(teacher, shown, lengths[part], starts[part], seed + first)
+        told = _continued(writer, shown, lengths[part], starts[part], seed + first)
         for place, start, text, length in zip(begun[part], starts[part], told, lengths[part], strict=True):
             more = (text.split(tail.strip())[0] if tail.strip() else text).strip()
             more = more if any("\n" in body for body in bodies) else more.split("\n")[0]
@@ -205,16 +210,16 @@ def made_up(
 
 
 def _continued(
-    teacher: AnswerBound, shown: Sequence[Example], lengths: Sequence[int], starts: Sequence[Sequence[str]], seed: int
+    writer: AnswerBound, shown: Sequence[Example], lengths: Sequence[int], starts: Sequence[Sequence[str]], seed: int
 ) -> list[str]:
     """What the model writes behind the beginnings of prompts."""
-    begun = [teacher.begun(example) for example in shown]  # type: ignore[attr-defined]
-    closing = teacher.posed(shown[0]).closing
+    begun = [writer.begun(example) for example in shown]  # type: ignore[attr-defined]
+    closing = writer.posed(shown[0]).closing
     missing = max(length - len(start) for length, start in zip(lengths, starts, strict=True))
     posed = [Posed(tokens, closing) for tokens in begun]
-    with left_as_it_was(teacher.model):
-        said = teacher.say(teacher.model, posed, max(2, 2 * missing), seed)
-    return [teacher.spell(tokens) for tokens, _ in said]
+    with left_as_it_was(writer.model):
+        said = writer.say(writer.model, posed, max(2, 2 * missing), seed)
+    return [writer.spell(tokens) for tokens, _ in said]
 
 
 def _mixed(words: Sequence[Sequence[str]], place: int, draw: random.Random) -> str:
@@ -270,7 +275,7 @@ class _Book:
     def __init__(
         self,
         teacher: AnswerBound,
-        prompts: Sequence[_Prompt],
+        prompts: Sequence[Prompt],
         posed: Sequence[Posed],
         longest: int,
         asking: Asking,

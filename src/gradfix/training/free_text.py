@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
-from gradfix.training.asking import REFERENCE, Asking, Transcript, ask
+from gradfix.training.asking import REFERENCE, Asking, Transcript, ask, prompts_of
 from gradfix.training.costs import Work
 from gradfix.training.distil import typical_size
 from gradfix.training.imitating import Course, Imitation, Verse, followed, given_lines, imitate, lines_of, own_lines
@@ -87,12 +87,13 @@ class Taught:
 
 def asked_of(
     teacher: Bound | None,
-    bound: Bound,
+    bound: AnswerBound,
     examples: Sequence[Example],
     unlabelled: Sequence[Example],
     *,
     speech: Speech | None = None,
     seed: int = 0,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Transcript | None:
     """The teacher's answers; on a device that does not hold both models, the target makes room meanwhile."""
     speech = speech or Speech()
@@ -100,8 +101,10 @@ def asked_of(
         if not examples:
             raise DataError("there is no fine-tune to ask and no labelled answer to learn from; give --shots.")
         return None
+    prompts = prompts_of(bound, examples, unlabelled, asking=speech.asking, seed=seed)
     with alone(teacher, bound):
-        said = ask(teacher, examples, unlabelled, asking=speech.asking, seed=seed, partial=speech.at("said"))
+        meanwhile()
+        said = ask(teacher, prompts, asking=speech.asking, seed=seed, partial=speech.at("said"))
         if not speech.shown:
             return said
         return replace(said, shown=tuple(spoken(teacher, teacher.model, speech.shown, said.longest)))
@@ -109,9 +112,9 @@ def asked_of(
 
 @contextmanager
 def alone(teacher: Bound, bound: Bound) -> Iterator[None]:
-    """The teacher on the target's device; where it was opened elsewhere the two change places."""
+    """The teacher on the target's device; where it was opened elsewhere the two change places, once for all inside."""
     there, here = (next(side.model.parameters()).device for side in (bound, teacher))
-    if there == here:
+    if there == here or here.type == "cuda":
         yield
         return
     bound.model.to(here)
@@ -145,11 +148,10 @@ def learn(
     start, tried = _choose(bound, vectors, held)
     rate, unit = _rate(bound, tau, teacher, old, mode, recipe), 0
     work += Work(forward=len(held) * sum(len(one.curve) for one in tried))
+
     for number, size in enumerate((rate, rate / GENTLER)):
         one = replace(speech, kept=speech.at(f"try{number}"))
-        found = _by_lora(bound, start, course, held, size, one, seed) if mode == LORA else _in_full(
-            bound, start, course, held, size, one, seed
-        )  # fmt: skip
+        found = (_by_lora if mode == LORA else _in_full)(bound, start, course, held, size, one, seed)
         unit += found.passes
         if not found.value > start.value:
             break
@@ -170,7 +172,7 @@ def _course(
     given = given_lines(bound, examples)
     if said is None:
         return given, Course([], given, _keepsakes(bound, recipe, seed))
-    lines = lines_of(bound, said, recipe.way)
+    lines = lines_of(bound, said)
     drawn = [n for n, reply in enumerate(r for r in said.replies if r.says) if reply.source != REFERENCE]
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(drawn), generator=generator).tolist()
@@ -213,7 +215,7 @@ def _vectors(
     told: dict[str, Any] = {} if old is None else {"correspondence": old.as_json()}
     if old is None or not isinstance(teacher, AnswerBound) or said is None or not old.correspondence.linear:
         return vectors, Work(), told
-    if sum(p.numel() * p.element_size() for p in bound.model.parameters()) > LARGE or _apart(teacher, bound):
+    if sum(p.numel() * p.element_size() for p in bound.model.parameters()) > LARGE or apart(teacher, bound):
         return vectors, Work(), {**told, "no_coordinates": "both models do not fit side by side"}
     try:
         moved = _in_coordinates(bound, teacher, old, said, speech.imitation)
@@ -223,7 +225,8 @@ def _vectors(
     return vectors, Work(forward=moved.passes, backward=moved.passes, vectors=1), told
 
 
-def _apart(teacher: Bound, bound: Bound) -> bool:
+def apart(teacher: Bound, bound: Bound) -> bool:
+    """Whether the two are on different devices, because there is no room for both."""
     return next(teacher.model.parameters()).device != next(bound.model.parameters()).device
 
 
@@ -283,9 +286,7 @@ def _in_full(
 ) -> _Trained:
     with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
         dial.turn(start.alpha)
-        passes = imitate(
-            bound, course, trainable_weights(bound), rate, speech.imitation, seed, speech.at("steps")
-        )  # fmt: skip
+        passes = imitate(bound, course, trainable_weights(bound), rate, speech.imitation, seed, speech.at("steps"))
         value = followed(bound, held)
         return _Trained(change(bound.model, before), value, passes)
 

@@ -1,17 +1,18 @@
 """Learn to speak like another model: from its answers, token by token.
 
-With one tokenizer the student learns the teacher's probabilities of the next token at every place of its answers. With two,
-places where both have come equally far in the text still name the same next word: there the teacher's tokens are
-read as the student would begin to write them; elsewhere the text itself is the lesson."""
+With one tokenizer the student learns the teacher's probabilities of the next token at every place of its answers. With two
+it learns how likely each piece of text is that both come to an end of at one place: this very piece, or any other."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ SURE = 1e-6
 class Verse:
     """A question and an answer as the student reads them, and what it should find likely at every place of it.
 
-    `top` are token ids and `logs` their log-probabilities, (places, k); what is missing to 1 may be anything."""
+    `top` are token ids and `logs` their log-probabilities, (places, k); what is missing to 1 may be anything. With
+    `pieces` the text is read in larger ones: the number of each place's piece, and the log-probability of each."""
 
     question: list[int]
     answer: list[int]
     top: Tensor
     logs: Tensor
+    pieces: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,6 @@ class Imitation:
     map_batch: int = 32
     micro: int = 64
     recompute: bool = False  # keep no activations inside layers, compute them twice
-    way: str = "projected"
 
 
 def same_tokens(theirs: Mapping[str, int], own: Mapping[str, int]) -> bool:
@@ -76,14 +78,13 @@ def same_tokens(theirs: Mapping[str, int], own: Mapping[str, int]) -> bool:
     return all(own.get(token) == number for token, number in theirs.items())
 
 
-def lines_of(student: AnswerBound, said: Transcript, way: str = "projected") -> list[Verse]:
+def lines_of(student: AnswerBound, said: Transcript) -> list[Verse]:
     """The teacher's answers as the student reads them."""
-    own = student.tokenizer.get_vocab()
-    rows = student.model.get_input_embeddings().weight.shape[0]
-    if same_tokens(said.vocabulary, own):
-        return [_same(student, reply, said.stop, rows) for reply in said.replies if reply.says]
-    begins = _Beginnings(student, said) if way == "projected" else None
-    return [_other(student, reply, said, begins) for reply in said.replies if reply.says]
+    replies = [reply for reply in said.replies if reply.says]
+    if same_tokens(said.vocabulary, student.tokenizer.get_vocab()):
+        rows = student.model.get_input_embeddings().weight.shape[0]
+        return [_same(student, reply, said.stop, rows) for reply in replies]
+    return [_other(student, reply, said) for reply in replies]
 
 
 def _same(student: AnswerBound, reply: Reply, stop: int, rows: int) -> Verse:
@@ -96,61 +97,32 @@ def _same(student: AnswerBound, reply: Reply, stop: int, rows: int) -> Verse:
     return Verse(student.room(posed.question, len(answer) + 1)[0], answer, top, logs)
 
 
-def _other(student: AnswerBound, reply: Reply, said: Transcript, begins: _Beginnings | None) -> Verse:
-    """The text as the student would write it; certain of it, but where both tokenizers stand at one place."""
+def _other(student: AnswerBound, reply: Reply, said: Transcript) -> Verse:
+    """The text as the student would write it, in pieces that both tokenizers end at one place."""
     posed = student.posed(reply.prompt)
     content = student.answer_ids(reply.text)
-    answer = [*content, *([student.stops(posed.closing)[0]] if reply.ended else [])]
-    width = reply.top.shape[1] if begins is not None else 1
-    top = torch.tensor(answer).unsqueeze(1).repeat(1, width)
-    logs = torch.full((len(answer), width), NEVER)
-    logs[:, 0] = 0.0
-    if begins is not None and said.pieces is not None:
-        theirs = {end: place for place, end in enumerate([0, *said.pieces(reply.tokens, reply.text)])}
-        for place, start in enumerate([0, *ends(student.tokenizer, content, reply.text)][: len(answer)]):
-            there = theirs.get(start)
-            if there is not None and there < len(reply.top):
-                top[place], logs[place] = begins.read(reply.top[there], reply.logs[there], answer[place])
-    return Verse(student.room(posed.question, len(answer) + 1)[0], answer, top, logs)
+    ended = reply.ended or not content
+    answer = [*content, *([student.stops(posed.closing)[0]] if ended else [])]
+    own, theirs = ends(student.tokenizer, content, reply.text), said.ends(reply.tokens, reply.text)
+    shared = sorted(set(own) & set(theirs))
+    places = [bisect_left(shared, end) for end in own] + [len(shared)] * ended
+    sums = torch.zeros(len(shared) + 1)
+    written = torch.tensor([bisect_left(shared, end) for end in theirs] + [len(shared)] * reply.ended)
+    sums.index_add_(0, written, _likely(reply, said.stop))
+    pieces = (torch.tensor(places), sums[: max(places, default=-1) + 1])
+    question = student.room(posed.question, len(answer) + 1)[0]
+    return replace(_certain(question, answer), pieces=pieces)
 
 
-class _Beginnings:
-    """How the student begins to write each token of the teacher's."""
+def _likely(reply: Reply, stop: int) -> Tensor:
+    """The log-probability of every token that was said; of one that is not listed, that of the last listed one."""
+    tokens = torch.tensor([*reply.tokens, *([stop] if reply.ended else [])])
+    hit = reply.top == tokens[:, None]
+    return torch.where(hit.any(1), torch.where(hit, reply.logs, -math.inf).amax(1), reply.logs[:, -1])
 
-    def __init__(self, student: AnswerBound, said: Transcript) -> None:
-        self.student, self.stop = student, said.stop
-        self.spelled = {number: token for token, number in said.vocabulary.items()}
-        self.known: dict[int, int] = {}
-        self.before = student.answer_ids("\n")
 
-    def read(self, top: Tensor, logs: Tensor, written: int) -> tuple[Tensor, Tensor]:
-        """Student tokens and their log-probabilities; what the teacher's rarer tokens begin with is not known."""
-        sums: dict[int, float] = {}
-        for number, log in zip(top.tolist(), logs.tolist(), strict=True):
-            begin = self._begin(number)
-            if begin is not None:
-                sums[begin] = sums.get(begin, 0.0) + math.exp(log)
-        if written not in sums:  # what was said must not be ruled out
-            sums[written] = max(1e-4, 1 - sum(sums.values()))
-        total = max(1.0, sum(sums.values()))
-        ids = [*sums, *([written] * (len(top) + 1 - len(sums)))][: len(top)]
-        values = [math.log(sums[i] / total) if n < len(sums) else NEVER for n, i in enumerate(ids)]
-        return torch.tensor(ids), torch.tensor(values)
-
-    def _begin(self, number: int) -> int | None:
-        if number == self.stop:
-            return self.student.stops([])[0]
-        if number not in self.known:
-            self.known[number] = self._first(self.spelled.get(number, ""))
-        return self.known[number] if self.known[number] >= 0 else None
-
-    def _first(self, token: str) -> int:
-        text = token.replace("\u2581", " ").replace("\u0120", " ").replace("\u010a", "\n")
-        if not text or (text.startswith("<") and text.endswith(">")):
-            return -1
-        tokens = self.student.answer_ids("\n" + text)
-        rest = tokens[len(self.before) :] if tokens[: len(self.before)] == self.before else []
-        return rest[0] if rest else -1
+def _certain(question: list[int], answer: list[int]) -> Verse:
+    return Verse(question, answer, torch.tensor(answer)[:, None], torch.zeros(len(answer), 1))
 
 
 def given_lines(student: AnswerBound, examples: Sequence[Example]) -> list[Verse]:
@@ -159,9 +131,7 @@ def given_lines(student: AnswerBound, examples: Sequence[Example]) -> list[Verse
     for index, example in enumerate(examples):
         posed = student.posed(example, index)
         answer = [*student.answer_ids(student.answer_text(example, index)), *posed.closing]
-        top = torch.tensor(answer).unsqueeze(1)
-        question = student.room(posed.question, len(answer) + 1)[0]
-        found.append(Verse(question, answer, top, torch.zeros(len(answer), 1)))
+        found.append(_certain(student.room(posed.question, len(answer) + 1)[0], answer))
     return found
 
 
@@ -184,10 +154,8 @@ def own_lines(student: AnswerBound, count: int, length: int, seed: int, top: int
     return [Verse([int(first)], tokens, *pair) for tokens, pair in zip(written, both, strict=True)]
 
 
-def divergences(logits: Tensor, top: Tensor, logs: Tensor) -> Tensor:
-    """KL(wanted || found) at every place, with one share for all tokens that are not listed."""
-    found = logits.log_softmax(-1)
-    listed = found.gather(1, top)
+def divergences(listed: Tensor, logs: Tensor) -> Tensor:
+    """KL(wanted || found) at every place from the log-probabilities of listed tokens; all others have one share."""
     wanted = logs.exp()
     known = logs > NEVER / 2
     part = torch.where(known, wanted * (logs - listed), 0.0).sum(1)
@@ -197,12 +165,35 @@ def divergences(logits: Tensor, top: Tensor, logs: Tensor) -> Tensor:
 
 
 def per_line(bound: AnswerBound, model: Any, lines: Sequence[Verse]) -> list[Tensor]:
-    """The divergences of every line, place by place, in one pass."""
+    """The divergences of every line, place by place or piece by piece, in one pass."""
     logits = bound.spoken_logits(model, [line.question for line in lines], [line.answer for line in lines])
     width = max(line.top.shape[1] for line in lines)
     top = torch.cat([_wide(line.top, width, 0) for line in lines]).to(logits.device)
     logs = torch.cat([_wide(line.logs, width, NEVER) for line in lines]).to(logits)
-    return list(divergences(logits, top, logs).split([len(line.answer) for line in lines]))
+    listed = logits.log_softmax(-1).gather(1, top)
+    sizes = [len(line.answer) for line in lines]
+    values = list(divergences(listed, logs).split(sizes))
+    own = listed[:, 0].split(sizes)
+    in_pieces = [number for number, line in enumerate(lines) if line.pieces is not None]
+    for number, found in zip(in_pieces, _by_pieces([(own[n], lines[n]) for n in in_pieces]), strict=True):
+        values[number] = found
+    return values
+
+
+def _by_pieces(lines: Sequence[tuple[Tensor, Verse]]) -> Sequence[Tensor]:
+    """For every piece the divergence between two answers: this very text, or any other. `lines` have the student's
+    log-probability of each token."""
+    if not lines:
+        return []
+    found = torch.cat([own for own, _ in lines])
+    pieces = [line.pieces for _, line in lines if line.pieces is not None]
+    sizes = [len(logs) for _, logs in pieces]
+    firsts = [0, *accumulate(sizes)]
+    places = torch.cat([numbers + first for (numbers, _), first in zip(pieces, firsts)]).to(found.device)
+    wanted = torch.cat([logs for _, logs in pieces]).to(found).clamp(min=-30.0, max=-SURE)
+    sums = torch.zeros_like(wanted).index_add(0, places, found).clamp(max=-SURE)
+    other, rest = torch.log(-torch.expm1(sums)), torch.log(-torch.expm1(wanted))
+    return (wanted.exp() * (wanted - sums) + rest.exp() * (rest - other)).split(sizes)
 
 
 def _wide(tensor: Tensor, width: int, value: float) -> Tensor:
