@@ -65,7 +65,7 @@ def _not_in_one_pass(rows: list[Row]) -> list[str]:
                 why = found.get("crashed") or " ".join(found["notes"])
                 reasons.setdefault(why, []).append(f"{_name(row)} ({_kind(row)}, {dtype})")
     if not reasons:
-        return ["Every model that was built votes in one pass."]
+        return ["Every model that ran votes in one pass."]
     return ["Not in one pass:", "", *(f"- {', '.join(names)}: {why}" for why, names in reasons.items())]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,11 @@ def a_weight_asked_for_its_dtype(m: Any, x: Tensor) -> Tensor:
 @case(w=lambda: torch.randn(WIDTH))
 def a_constant_made_like_the_samples(m: Any, x: Tensor) -> Tensor:
     return x @ torch.diag(m.w).matmul(torch.ones(WIDTH, WIDTH).to(x))
+
+
+@case(inner=lambda: nn.Linear(WIDTH, WIDTH))
+def a_part_asked_for_its_signature(m: Any, x: Tensor) -> Tensor:
+    return m.inner(**dict.fromkeys(inspect.signature(m.inner.forward).parameters, x))
 
 
 @case(w=lambda: torch.randn(4))

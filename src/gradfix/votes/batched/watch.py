@@ -337,11 +337,13 @@ def inside(func: types.FunctionType) -> Callable[..., Any]:
 def around_forward(
     modules: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Every one of the modules runs `wrap(module, its own forward)` inside, and comes back as it was."""
+    """Every one of the modules runs `wrap(module, its own forward)` inside, and comes back as it was.
+
+    A model that asks a forward for its parameters (peft's prefixes do) gets its own."""
     wrapped = [(module, module.__dict__.get("forward")) for module in modules]
     try:
         for module, _ in wrapped:
-            module.__dict__["forward"] = wrap(module, module.forward)
+            module.__dict__["forward"] = functools.wraps(module.forward)(wrap(module, module.forward))
         yield
     finally:
         for module, own in wrapped:

@@ -22,7 +22,7 @@ Engine = Callable[..., None]  # of model, loss, batch and tally
 
 SILENT = (
     "every weight abstained: no gradient reached any parameter. Does the loss depend on the model, and "
-    "do its parameters require gradients?"
+    "do its parameters require gradients? Under torch.inference_mode none do."
 )
 
 
