@@ -2,8 +2,8 @@
 
     python -m benchmarks.free_text_large --tokenizer FOLDER [--home FOLDER] [--layers 32] [--lessons 10]
 
-The weights are random: this measures memory and time, not answers. A base, a target and a LoRA of the base (rank 16) are made in
-HOME, 16 labelled prompts of 512 tokens are drawn from the tokenizer of FOLDER. Prints JSON."""
+The weights are random: this measures memory and time, not answers. A base, a target (which shares the files of the base's layers) and a
+LoRA of the base (rank 16) are made in HOME, 16 labelled prompts of 512 tokens are drawn from the tokenizer of FOLDER. Prints JSON."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
-TOKENS, ANSWER, SHOTS = 512, 32, 16
+ANSWER, SHOTS = 32, 16
+ENDS, INDEX = "model-ends.safetensors", "model.safetensors.index.json"
 
 
 def main() -> None:
@@ -30,6 +32,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--lessons", type=int, default=10)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "free_text_large.json")
     args = parser.parse_args()
@@ -37,24 +40,31 @@ def main() -> None:
     shape = {**SHAPE, "num_hidden_layers": args.layers}
     if args.width != SHAPE["hidden_size"]:
         shape |= {"hidden_size": args.width, "intermediate_size": args.width * 11 // 4}
-    for seed, name in enumerate(("base", "target")):
-        make_model(args, args.home / name, shape, seed)
+
+    def after(stage: str) -> float:
+        print(f"{stage} after {time.time() - begin:.0f} s", flush=True)
+        return time.time() - begin
+
+    make_model(args, args.home / "base", shape)
+    after("base")
+    make_sibling(args, args.home / "base", args.home / "target")
     make_adapter(args.home / "lora", args.home / "base", shape)
     make_data(args, args.home / "data")
-    result: dict[str, Any] = {"shape": shape, "made_seconds": time.time() - begin}
-    print(f"made after {result['made_seconds']:.0f} s", flush=True)
+    result: dict[str, Any] = {"shape": shape, "made_seconds": after("all made"), "plan": planned(args)}
+    after("plan")
     result |= moved(args)
+    if "peak_gib" in result:
+        result["plan_over_peak"] = result["plan"]["memory_gib"] / result["peak_gib"]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "result"}), flush=True)
+    print(json.dumps(result), flush=True)
 
 
-def make_model(args: argparse.Namespace, folder: Path, shape: dict[str, int], seed: int) -> None:
-    """Random weights in shards, drawn where it is quick."""
+def make_model(args: argparse.Namespace, folder: Path, shape: dict[str, int]) -> None:
+    """Random weights in shards of eight layers, drawn where it is quick; one shard is held at a time."""
     from gradfix._compat import heal_torchvision
 
     heal_torchvision()
-    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,22 +72,47 @@ def make_model(args: argparse.Namespace, folder: Path, shape: dict[str, int], se
     config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     with torch.device("meta"):
-        names = AutoModelForCausalLM.from_config(config).state_dict()
-    torch.manual_seed(seed)
-    groups: dict[str, dict[str, torch.Tensor]] = {}
-    for name, like in names.items():
-        drawn = torch.randn(like.shape, device=args.device, dtype=torch.bfloat16) * 0.02
-        part = f"model-{int(name.split('.')[2]) // 8 if '.layers.' in name else 9}.safetensors"
-        groups.setdefault(part, {})[name] = (torch.ones_like(drawn) if "norm" in name else drawn).cpu()
-    for part, tensors in groups.items():
-        save_file(tensors, folder / part, metadata={"format": "pt"})
-    weights = {name: part for part, tensors in groups.items() for name in tensors}
-    size = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weights}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        names = {name: like.shape for name, like in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(
+            f"model-{int(name.split('.')[2]) // 8}.safetensors" if ".layers." in name else ENDS, []
+        ).append(name)
+    torch.manual_seed(0)
+    for part, held in groups.items():
+        draw(args, {name: names[name] for name in held}, folder / part)
+    size = sum(2 * shape.numel() for shape in names.values())
+    index = {
+        "metadata": {"total_size": size},
+        "weight_map": {name: part for part, held in groups.items() for name in held},
+    }
+    (folder / INDEX).write_text(json.dumps(index))
     shutil.copy(args.tokenizer / "tokenizer.json", folder / "tokenizer.json")
     told = json.loads((args.tokenizer / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**told, "model_max_length": 2048}))
+
+
+def draw(args: argparse.Namespace, shapes: dict[str, torch.Size], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    def one(name: str, shape: torch.Size) -> torch.Tensor:
+        tensor = torch.empty(shape, device=args.device, dtype=torch.bfloat16)
+        return (tensor.fill_(1.0) if "norm" in name else tensor.normal_(0.0, 0.02)).cpu()
+
+    save_file({name: one(name, shape) for name, shape in shapes.items()}, path, metadata={"format": "pt"})
+
+
+def make_sibling(args: argparse.Namespace, base: Path, folder: Path) -> None:
+    """Embeddings of its own; the rest is the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in base.iterdir():
+        (folder / file.name).unlink(missing_ok=True)
+        if file.name != ENDS:
+            (folder / file.name).hardlink_to(file)
+    with safe_open(base / ENDS, "pt") as ends:
+        shapes = {name: torch.Size(ends.get_slice(name).get_shape()) for name in ends.keys()}  # noqa: SIM118  no mapping
+    torch.manual_seed(1)
+    draw(args, shapes, folder / ENDS)
 
 
 def make_adapter(folder: Path, base: Path, shape: dict[str, int]) -> None:
@@ -110,8 +145,21 @@ def make_data(args: argparse.Namespace, folder: Path) -> None:
         return " ".join(draw.choice(words) for _ in range(tokens - 2))
 
     for split, count in (("train", SHOTS), ("test", 4)):
-        rows = [{"prompt": text(TOKENS), "completion": text(ANSWER)} for _ in range(count)]
+        rows = [{"prompt": text(args.tokens), "completion": text(ANSWER)} for _ in range(count)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def planned(args: argparse.Namespace) -> dict[str, Any]:
+    from gradfix.cli import run
+
+    words = [
+        "plan", "--target", args.home / "target", "--tokens", args.tokens, "--answer-tokens", ANSWER, "--batch-size", args.batch,
+        "--train", "lora", "--dtype", "bf16", "--tflops", 1, "--quiet", "--json", args.home / "plan.json",
+    ]  # fmt: skip
+    if run([str(word) for word in words]):
+        raise SystemExit("the plan failed")
+    found: dict[str, Any] = json.loads((args.home / "plan.json").read_text())["lessons"]
+    return found
 
 
 def moved(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,7 +170,7 @@ def moved(args: argparse.Namespace) -> dict[str, Any]:
         "transport", "--base", home / "base", "--tuned", home / "lora", "--target", home / "target", "--data",
         home / "data", "--task", "causal", "--shots", SHOTS, "--train", "lora", "--out-lora", 16, "--out", home / "moved",
         "--batch-size", args.batch, "--prompts", args.prompts, "--lessons", args.lessons, "--answer-tokens", ANSWER,
-        "--device", args.device, "--json", home / "moved.json", "--no-check", "--force", "--overwrite",
+        "--device", args.device, "--dtype", "bf16", "--json", home / "moved.json", "--no-check", "--force", "--overwrite",
     ]  # fmt: skip
     code = run([str(word) for word in words])
     found: dict[str, Any] = {"exit_code": code, "seconds": time.time() - begin, "lessons": args.lessons}

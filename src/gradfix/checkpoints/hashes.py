@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -140,7 +141,8 @@ def hexadecimal(recorded: str) -> str:
 
 
 def file_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    return {str(path): hash_file(path) for path in checkpoint.files}
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(map(str, checkpoint.files), pool.map(hash_file, checkpoint.files), strict=True))
 
 
 class InputHashes:
