@@ -23,8 +23,8 @@ from gradfix.system.processes import current, in_processes, joined
 from gradfix.tasks import TASKS
 from gradfix.tasks.loading import split_over
 from gradfix.training import finetuning
-from gradfix.training.asking import Asking, ask
-from gradfix.training.free_text import FULL, LORA, Speech, learn
+from gradfix.training.asking import Asking
+from gradfix.training.free_text import FULL, LORA, Speech, asked_of, learn
 from gradfix.training.imitating import Imitation
 from gradfix.training.lowrank import put_together
 from tiny import save_tiny, toy_texts, write_rows
@@ -97,7 +97,8 @@ def spoken(home: Path) -> dict[str, Any]:
     teacher, student = (task.open(home / f"speaking-{name}") for name in ("base", "target"))
     assert is_split(next(student.model.parameters())) == (current().size > 1)
     rows = [{"prompt": row["text"], "completion": f"{row['label']} film"} for row in toy_texts(6, 3)]
-    said = ask(teacher, rows, asking=SPEECH.asking)
+    said = asked_of(teacher, student, rows, (), speech=SPEECH)
+    assert said is not None
     found = {"said": torch.tensor([token for reply in said.replies for token in reply.tokens]).numpy()}
     for way in (FULL, LORA):
         torch.manual_seed(0)
