@@ -131,6 +131,7 @@ def test_another_tokenizer_is_no_obstacle(home: Path, sides: tuple[Any, Any]) ->
     assert after(student, found.update) < min(0.4 * before, after(student, alone.update))
 
 
+@torch.no_grad()
 def test_the_teacher_s_words_are_read_in_pieces_that_both_can_end(home: Path, sides: tuple[Any, Any]) -> None:
     """A piece is as likely as its tokens together, and the divergence is that of this text against any other."""
     teacher, student = sides[0], TASKS["causal"]().open(home / "other")
