@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,8 +16,12 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from gradfix._compat import heal_torchvision
+from gradfix.system import processes
 
 heal_torchvision()
+# Processes that share a job come from one that has imported everything: a start takes milliseconds, not seconds.
+processes.START = "forkserver"
+multiprocessing.set_forkserver_preload(["tests.preloaded"])
 torch.set_num_threads(1)
 settings.register_profile(
     "gradfix",
@@ -33,3 +38,22 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+@pytest.fixture
+def short_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that ask what is written and said, not how well it was learned."""
+    from gradfix.training.asking import Asking
+    from gradfix.training.distil import Teaching
+    from gradfix.training.imitating import Imitation
+    from gradfix.training.relations import Relating
+
+    fewer = {
+        Teaching: {"steps": 8, "pool": 240},
+        Imitation: {"steps": 24},
+        Relating: {"steps": 24},
+        Asking: {"pool": 64},
+    }
+    for recipe, numbers in fewer.items():
+        for name, number in numbers.items():
+            monkeypatch.setitem(recipe.__init__.__kwdefaults__, name, number)

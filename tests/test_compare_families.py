@@ -12,6 +12,7 @@ from gradfix.methods.changed import changed_examples
 from gradfix.methods.verdicts import judge
 from tests.stage import setup, texts, tune
 
+pytestmark = pytest.mark.usefixtures("short_lessons")
 FAMILIES = {
     "clip": ("clip", "clip-old", "clip-old-colours", "clip-new", "photos", "zero-shot"),
     "t5": ("t5", "t5-old", "t5-old-nli", "t5-new", "nli", "seq2seq"),
@@ -34,6 +35,7 @@ def test_every_method_runs(family: str, tmp_path: Path, monkeypatch: pytest.Monk
         tune(Path(base), Path(tuned), Path(data), task)
     words = ["compare", "--base", base, "--tuned", tuned, "--target", target, "--data", data, "--task", task,
              "--shots", "2", "--no-finetune-target", "--json", "found.json", "--quiet"]  # fmt: skip
+    words += ["--lessons", "24", "--prompts", "64"] if task in ("causal", "seq2seq") else []
     assert run(words) == 0
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     assert {"zero_shot", "gradfix", "best"} <= {row["method"] for row in found["rows"]}

@@ -92,6 +92,7 @@ def test_every_command_has_known_options(page):
             assert not unknown, (words, unknown)
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=name)
 def test_every_page_runs(page, tmp_path, monkeypatch, capsys):
     from tests.stage import names_of, setup

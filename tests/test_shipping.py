@@ -111,6 +111,7 @@ BOTH_WAYS = (
 SEEDS = (3, 4)
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("validation", ["own", "none"])
 def test_alpha_and_margin_are_those_of_the_comparison(
     folder: Path, monkeypatch: pytest.MonkeyPatch, validation: str

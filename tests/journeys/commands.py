@@ -84,11 +84,27 @@ def typed(*words: object, out: Path | None = None, report: Path | None = None) -
     return Outcome(code, message, printed, seconds, found, out if out is not None and out.exists() else None)
 
 
+SHORT_LESSONS = ("--lessons", 24, "--prompts", 64)
+
+
 def transport(*method: str) -> Callable[[Journey], Outcome]:
     def go(journey: Journey) -> Outcome:
         name = "-".join(word.strip("-") for word in method) or "default"
         out = journey.outputs / name
-        words = ("transport", *journey.trio, *journey.task, *journey.kind.shaping, *method, "--shots", 3, "--out", out)
+        learns = not method or "best" in method
+        brief = SHORT_LESSONS if learns and "chat" in journey.kind.name else ()
+        words = (
+            "transport",
+            *journey.trio,
+            *journey.task,
+            *journey.kind.shaping,
+            *method,
+            *brief,
+            "--shots",
+            3,
+            "--out",
+            out,
+        )
         return typed(*words, out=out, report=out.with_suffix(".json"))
 
     return go

@@ -5,6 +5,7 @@ what `make journeys` sets) walks the whole table."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.journeys.expected import PAGE, expected, page
 from tests.journeys.walking import cells, disagreement, walk
 
 CELLS = cells()
+if os.environ.get("JOURNEYS") != "all":
+    pytestmark = pytest.mark.usefixtures("short_lessons")
 
 
 @pytest.mark.parametrize(("kind", "command"), CELLS, ids=["-".join(cell) for cell in CELLS])

@@ -20,6 +20,8 @@ from tests.journeys.toys import PROMPTS, SIZES, splits
 from tests.journeys.walking import POINTS, built, walk
 from tests.tiny import save_tokenizer, write_rows
 
+pytestmark = pytest.mark.usefixtures("short_lessons")
+
 
 def journey_of(name: str, stable: Path, outputs: Path) -> Journey:
     return Journey(load_all()[name], built(name, stable), outputs)

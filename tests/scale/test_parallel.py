@@ -16,6 +16,7 @@ from torch import nn
 
 from gradfix.cli import run
 from gradfix.errors import GradfixError
+from gradfix.system import processes
 from gradfix.system.processes import Group, LostProcess, in_processes, joined, report, together
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes import resume
@@ -165,7 +166,8 @@ def _one_is_killed(_: object) -> None:
         group.gather(None)
 
 
-def test_one_group_of_processes(tmp_path):
+def test_one_group_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "START", "spawn")  # as outside of the tests
     steps: list[int] = []
     found = in_processes(_many_checks, str(tmp_path), 2, steps.append)
     data = torch.randn(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

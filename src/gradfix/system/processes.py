@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -28,6 +28,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STARTED_HERE = "GRADFIX_GROUP_FILE"
 GRACE_SECONDS = 5.0
 KILL_SECONDS = 0.2  # until the death of a killed process is known
+START = "spawn"  # how processes begin: anew, because a card cannot be taken along
 
 Step = Callable[[int], None]
 S = TypeVar("S")
@@ -169,15 +170,15 @@ def in_processes(work: Callable[[Any], Any], argument: Any, count: int, progress
     """Run `work(argument)` in `count` processes of one group and return what rank 0 returned.
 
     `work` must be importable by name. It joins the group itself with `joined()` and may call `report`."""
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(START)
     with tempfile.TemporaryDirectory(prefix="gradfix-group-") as folder:
         pipes: dict[Connection, int] = {}
         processes = []
         with _environment(Path(folder) / "group", count) as set_rank:
             for rank in range(count):
                 here, there = context.Pipe(duplex=False)
-                set_rank(rank)
-                process = context.Process(target=_child, args=(work, argument, there), daemon=True)
+                place = set_rank(rank)
+                process = context.Process(target=_child, args=(work, argument, there, place), daemon=True)
                 process.start()
                 there.close()
                 pipes[here] = rank
@@ -204,7 +205,8 @@ def report(amount: int) -> None:
         parent.send(("progress", amount))
 
 
-def _child(work: Callable[[Any], Any], argument: Any, pipe: Connection) -> None:
+def _child(work: Callable[[Any], Any], argument: Any, pipe: Connection, place: Mapping[str, str]) -> None:
+    os.environ |= place
     _parents.append(pipe)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts all at once; the parent decides
     try:
@@ -272,15 +274,16 @@ def _rebuilt(name: str, text: str) -> GradfixError:
 
 
 @contextlib.contextmanager
-def _environment(file: Path, count: int) -> Iterator[Callable[[int], None]]:
+def _environment(file: Path, count: int) -> Iterator[Callable[[int], Mapping[str, str]]]:
     """What a started process inherits: its place, and one thread (more would fight over the same cores)."""
     changed = (STARTED_HERE, "RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
     before = {name: os.environ.get(name) for name in changed}
     os.environ |= {STARTED_HERE: str(file), "WORLD_SIZE": str(count), "OMP_WAIT_POLICY": "PASSIVE"}
     os.environ["OMP_NUM_THREADS"] = "1"
 
-    def set_rank(rank: int) -> None:
+    def set_rank(rank: int) -> Mapping[str, str]:
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        return {name: os.environ[name] for name in changed}
 
     try:
         yield set_rank

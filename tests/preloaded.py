@@ -1,0 +1,14 @@
+"""What the process imports that others are forked from (see conftest)."""
+
+from gradfix._compat import heal_torchvision
+
+heal_torchvision()
+
+import torch.distributed.fsdp  # noqa: E402, F401
+import transformers.models.bert.modeling_bert  # noqa: E402
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
+
+import gradfix.commands.compare  # noqa: E402
+import gradfix.commands.finetune  # noqa: E402
+import gradfix.commands.transport  # noqa: E402
+import gradfix.votes.distributed.build  # noqa: E402, F401
