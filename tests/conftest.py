@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.forkserver
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,6 +31,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("gradfix")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _others_are_forked_from_here() -> None:
+    """Begun where `tests` can be imported; tests go elsewhere."""
+    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from tests.torture.children import BAD, Outcome, Series, finish, run_cases, star
 from tests.torture.kills import Ledger
 
 ROOT = Path(__file__).parents[2]
-SHARE = 0.015
+SHARE = 0.01
 
 
 def test_a_share_of_the_series_is_clean(tmp_path: Path) -> None:
