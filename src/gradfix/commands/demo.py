@@ -16,6 +16,7 @@ from typing import Any
 from gradfix._compat import heal_torchvision
 from gradfix.commands.configs import DemoConfig
 from gradfix.methods.results import Results
+from gradfix.system import processes
 from gradfix.system.meter import Countdown
 
 METHODS = ("zero_shot", "naive", "few_shot", "gradfix", "best", "fine_tuned")
@@ -69,9 +70,9 @@ def _side_by_side(jobs: list[Job], stage: Callable[..., None]) -> list[Results]:
 
     if (os.cpu_count() or 1) < len(jobs):
         return [_compare_pair(job, tell) for job in jobs]
-    spawn = multiprocessing.get_context("spawn")
-    news: Any = spawn.Queue()
-    with ProcessPoolExecutor(len(jobs), mp_context=spawn, initializer=_listen, initargs=(news,)) as pool:
+    context: Any = multiprocessing.get_context(processes.START)
+    news: Any = context.Queue()
+    with ProcessPoolExecutor(len(jobs), mp_context=context, initializer=_listen, initargs=(news,)) as pool:
         futures = [pool.submit(_compare_pair, job) for job in jobs]
         while not all(future.done() for future in futures):
             with contextlib.suppress(queue.Empty):

@@ -29,6 +29,7 @@ from gradfix.experiments.experiment import EXPERIMENTS, Questions, text_rows
 from gradfix.experiments.measures import Answer, OpenSuite, Question
 from gradfix.experiments.suite import SUITES, Estimate, Suite
 from gradfix.registry import unknown
+from gradfix.system import processes
 
 Stage = Callable[[str], None]
 RESULTS = "reproduction.json"
@@ -214,9 +215,9 @@ def _answered(
 @contextmanager
 def _workers(opened: OpenSuite, count: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that end with the last question, or at once when anything goes wrong."""
-    spawn = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(processes.START)
     start = (opened.suite, opened.store)
-    with ProcessPoolExecutor(count, mp_context=spawn, initializer=_start, initargs=start) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_start, initargs=start) as pool:
         try:
             yield pool
         except BaseException:
