@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from gradfix.methods.comparison import compare
 from gradfix.methods.search import Search
 from gradfix.system.processes import Group, current, in_processes, joined, sharing
 from gradfix.training import finetuning
-from tiny import save_tiny, toy_texts, write_rows
+from tests.scale.films import save_films
+from tiny import save_tiny
 
 METHODS = ("naive", "gradfix", "veto", "few_shot", "best")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}  # of weights after training: sums of gradients in another order
@@ -89,13 +89,7 @@ def by_commands(home: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    for split, count, seed in (("train", 24, 1), ("validation", 12, 2), ("test", 10, 3)):
-        write_rows(folder / "data", split, toy_texts(count, seed))
-    prompts = {"negative": "a bad poor film", "positive": "a good fine film"}
-    (folder / "data" / "task.json").write_text(json.dumps({"labels": prompts}))
-    save_tiny("bert", folder / "base", 1)
-    save_tiny("bert", folder / "target", 2)
+    folder = save_films(tmp_path_factory.mktemp("home"))
     run_finetune(
         FinetuneConfig(
             model=str(folder / "base"), out=str(folder / "tuned"), data=str(folder / "data"), task="zero-shot",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,8 @@ from gradfix.training.asking import Asking
 from gradfix.training.free_text import FULL, LORA, Speech, asked_of, learn
 from gradfix.training.imitating import Imitation
 from gradfix.training.lowrank import put_together
-from tiny import save_tiny, toy_texts, write_rows
+from tests.scale.films import BASES, save_films
+from tiny import save_tiny, toy_texts
 
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-6}  # of weights after training: sums of gradients in another order
 SPEECH = Speech(asking=Asking(pool=8, copies=1), imitation=Imitation(steps=4, keepsakes=2, keepsake_tokens=4, probes=4))
@@ -56,13 +56,8 @@ def assert_close(one: dict[str, Any], many: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    for split, count, seed in (("train", 24, 1), ("validation", 12, 2), ("test", 10, 3)):
-        write_rows(folder / "data", split, toy_texts(count, seed))
-    prompts = {"negative": "a bad poor film", "positive": "a good fine film"}
-    (folder / "data" / "task.json").write_text(json.dumps({"labels": prompts}))
-    for name, seed in (("base", 1), ("target", 2)):
-        save_tiny("bert", folder / name, seed)
+    folder = save_films(tmp_path_factory.mktemp("home"))
+    for name, seed in BASES:
         save_tiny("llama", folder / f"speaking-{name}", seed)
     return folder
 

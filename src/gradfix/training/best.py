@@ -24,7 +24,7 @@ from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
 from gradfix.training.costs import Work
-from gradfix.training.distil import Batch, Lesson, Teaching, answers, can_teach, distil, join, take
+from gradfix.training.distil import ENOUGH, GENTLER, Batch, Lesson, Teaching, answers, can_teach, distil, join, take
 from gradfix.training.free_text import Taught, asked_of, learn
 from gradfix.training.relations import learn_relations
 from gradfix.training.remix import remix, splice_words
@@ -43,9 +43,6 @@ from gradfix.training.starts import (
 from gradfix.training.steps import change
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
-
-ENOUGH = 320  # real unlabelled inputs that need no made-up ones beside them
-GENTLER = 4  # how much smaller the steps are where the first ones led away from the teacher
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 
 Batch = Mapping[str, Tensor]
+ENOUGH = 320  # real unlabelled inputs that need no made-up ones beside them
+GENTLER = 4  # how much smaller the steps are where the first ones led away from the teacher
 
 
 @dataclass(frozen=True, kw_only=True)

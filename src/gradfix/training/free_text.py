@@ -25,7 +25,7 @@ from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
 from gradfix.training.asking import REFERENCE, Asking, Transcript, ask, prompts_of
 from gradfix.training.costs import Work
-from gradfix.training.distil import typical_size
+from gradfix.training.distil import GENTLER, typical_size
 from gradfix.training.imitating import Course, Imitation, Verse, followed, given_lines, imitate, lines_of, own_lines
 from gradfix.training.lowrank import LowRank, adapted, as_adapter, moved_by
 from gradfix.training.starts import ALPHAS, COORDINATES, NONE, PATIENCE, PLAIN, Old, Start, step_unit
@@ -35,7 +35,6 @@ from gradfix.vectors.taskvector import TaskVector
 
 FULL, LORA, AUTO = "full", "lora", "auto"
 TRAINS = (AUTO, LORA, FULL)
-GENTLER = 4  # how much smaller the steps are where the first ones led away from the teacher
 USUAL = 0.02  # what a fine-tune changes of a weight, where there is no vector to measure
 LARGE = 2**32  # bytes of weights from which on two models are not held side by side for coordinates
 

@@ -23,15 +23,13 @@ from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
 from gradfix.training.costs import Work
-from gradfix.training.distil import Batch, Teaching, take
+from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, take
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
 from gradfix.training.steps import Training, change, draws, trainable_weights, warmed
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
-ENOUGH = 320  # real texts that need no made-up ones beside them
-GENTLER = 4  # how much smaller the steps are where the first ones led away from the teacher
 SHARPER = tuple(2 ** (step / 2) for step in range(-4, 7))  # what a student's similarities may be multiplied by
 
 

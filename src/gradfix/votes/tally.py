@@ -38,10 +38,8 @@ class Tally:
     def reserve(self, samples: int) -> None:
         self.count += samples
         dtype = dtype_for(self.count)
-        for name, buffer in self._buffers.items():
-            if (
-                buffer.dtype != dtype
-            ):  # one after the other, so that the old ones are gone before all new ones are there
+        for name, buffer in self._buffers.items():  # one by one: the old are gone before all new ones are there
+            if buffer.dtype != dtype:
                 self._buffers[name] = buffer.to(dtype)
 
     def __getitem__(self, name: str) -> Tensor:
