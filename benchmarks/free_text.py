@@ -2,10 +2,13 @@
 
     python -m scripts.stories --base BASE --out STORIES --device cuda
     python -m benchmarks.free_text --base BASE --stories STORIES [--work WORK] [--device cuda] [--jobs 16] [--seeds 0 1 2]
+    python -m benchmarks.free_text --stage write --rows ROWS [ROWS ...]
 
 BASE is fine-tuned on three open tasks (all weights, and a LoRA), then moved onto its siblings: another seed of its shape,
 another width and depth, another tokenizer. 16 labelled prompts, without and with 500 unlabelled ones; nothing is chosen on
-test. The siblings are fine-tuned in full to know how much there was to gain. Writes benchmarks/results/free_text.json."""
+test. The siblings are fine-tuned in full to know how much there was to gain. Every figure is a line of WORK/rows.jsonl as soon
+as it is known; the same command runs what is missing, and benchmarks/results/free_text.json is written from those lines, of one
+run or of several."""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,50 +30,87 @@ from benchmarks.parts import in_forks
 TARGETS = ("same", "shape", "tokenizer")
 TASKS = ("latin", "title", "words")
 SHOTS, REAL = 16, 500
-BASELINES = ("naive", "few_shot_lora", "gradfix", "veto")
+KINDS = {"labels": ("best",), "real": ("best",), "lora": ("copy_adapter", "best"), "train": ("best",),
+         "baselines": ("naive", "few_shot_lora", "gradfix", "veto")}  # fmt: skip
+RUN = ("task", "target", "source", "inputs", "method", "seed")
+DONE = "tuned"
 TUNING = {"steps": 500, "batch_size": 32, "lr": 2e-4, "weight_decay": 0.0}
-LORA = {"rate": 1e-3, "rank": 16}
+LORA = {"rate": 2e-3, "rank": 64, "alpha": 128, "steps": 1000}
 RESULTS = Path(__file__).parent / "results" / "free_text.json"
 MEANS = ("share", "loss", "exact", "token_f1", "general_loss", "divergence", "seconds")
 
 
 def main() -> None:
+    args = settings()
+    failed = []
+    if args.stage in ("all", "tune"):
+        failed += in_forks(prepare, partial(tune_part, args), tunes(args), args.jobs)
+    if args.stage in ("all", "move"):
+        failed += in_forks(prepare, partial(move_part, args), moves(args), args.jobs)
+    if args.stage in ("all", "write"):
+        write(args)
+    if failed:
+        raise SystemExit(f"{len(failed)} parts failed; the same command runs what is missing")
+
+
+def settings(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--stories", type=Path, required=True)
+    parser.add_argument("--base", type=Path)
+    parser.add_argument("--stories", type=Path)
     parser.add_argument("--work", type=Path, default=Path("free-text-work"))
+    parser.add_argument("--rows", type=Path, nargs="+", help="figures of earlier runs; new ones go to the first file")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=TUNING["steps"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--targets", nargs="*", default=list(TARGETS))
-    parser.add_argument("--kinds", nargs="+", default=["labels", "real", "lora", "baselines"])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--sources", nargs="*", default=["full", "lora"], help="how BASE is fine-tuned")
-    parser.add_argument("--stage", choices=("all", "tune", "move"), default="all")
+    parser.add_argument("--stage", choices=("all", "tune", "move", "write"), default="all")
     parser.add_argument(
         "--speech", type=json.loads, default={"best": {}}, help="settings of the recipe by name, as JSON"
     )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e9, help="start no run after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if args.stage != "write" and not (args.base and args.stories):
+        parser.error("--base and --stories are needed")
     args.began = time.time()
-    args.work.mkdir(parents=True, exist_ok=True)
-    failed = []
-    if args.stage in ("all", "tune"):
-        wanted = [*(("base", source) for source in args.sources), *((target, "full") for target in args.targets)]
-        parts = [(model, kind, task) for (model, kind), task in product(wanted, args.tasks)]
-        missing = [part for part in parts if not (args.work / "-".join(part) / "figures.json").exists()]
-        failed += in_forks(prepare, partial(tune_part, args), missing, args.jobs)
-    if args.stage in ("all", "move"):
-        runs = [(kind, name) for kind in args.kinds for name in (args.speech if kind != "baselines" else [""])]
-        cells = product(runs, args.seeds, args.tasks, args.targets)
-        parts = [(*run, str(seed), *where) for run, seed, *where in cells]
-        failed += in_forks(prepare, partial(move_part, args), parts, args.jobs)
-        write(args)
-    if failed:
-        raise SystemExit(f"{len(failed)} parts failed; the same command runs what is missing")
+    args.rows = args.rows or [args.work / "rows.jsonl"]
+    return args
+
+
+def tunes(args: argparse.Namespace) -> list[tuple[str, ...]]:
+    wanted = [*(("base", source) for source in args.sources), *((target, "full") for target in args.targets)]
+    parts = [(model, kind, task) for (model, kind), task in product(wanted, args.tasks)]
+    return [part for part in parts if not (args.work / "-".join(part) / DONE).exists()]
+
+
+def moves(args: argparse.Namespace) -> list[tuple[str, ...]]:
+    runs = [(kind, name) for kind in args.kinds for name in (args.speech if kind != "baselines" else [""])]
+    return [(*run, str(seed), *where) for run, seed, *where in product(runs, args.seeds, args.tasks, args.targets)]
+
+
+def tell(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """One more line, whole even where the run is killed and others write beside it."""
+    line = json.dumps(figures) + "\n"
+    args.rows[0].parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(args.rows[0], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
+    print(line, end="", flush=True)
+
+
+def told(args: argparse.Namespace) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]:
+    """Figures of fine-tunes by name, and runs by what was run; where one was made twice, the last one."""
+    lines = chain.from_iterable(path.open() for path in args.rows if path.exists())
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    tuned = {row["tuned"]: row for row in found if "tuned" in row}
+    return tuned, {tuple(row[name] for name in RUN): row for row in found if "tuned" not in row}
 
 
 def prepare() -> None:
@@ -92,19 +132,26 @@ def prepare() -> None:
 
 
 def write(args: argparse.Namespace) -> None:
-    from gradfix.checkpoints.folder import versions
-
-    paths = [path for name in ("", *args.speech) for path in sorted(args.work.glob(f"rows-{name}-*"))]
-    tuned = {path.parent.name: json.loads(path.read_text()) for path in sorted(args.work.glob("*/figures.json"))}
-    rows = [with_share(json.loads(line), tuned) for path in paths for line in path.open() if line.endswith("\n")]
+    tuned, runs = told(args)
+    rows = [with_share(row, tuned) for _, row in sorted(runs.items())]
+    machines = sorted({json.dumps(row.pop("machine", None)) for row in (*tuned.values(), *rows)})
     result = {
-        "command": "python -m benchmarks.free_text", "device": args.device, "seconds": time.time() - args.began,
-        **versions(), "tuned": tuned, "summary": summary(rows), "rows": rows,
+        "command": "python -m benchmarks.free_text", "machines": [json.loads(machine) for machine in machines],
+        "tuned": dict(sorted(tuned.items())), "summary": summary(rows), "rows": rows,
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result["summary"].items():
         print(key, value)
+
+
+def machine(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from gradfix.checkpoints.folder import versions
+
+    device = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    return {"device": device, "processes": args.jobs, **versions()}
 
 
 def with_share(row: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +174,8 @@ def tune_part(args: argparse.Namespace, model: str, kind: str, task: str) -> Non
     from gradfix.training.finetuning import finetune
     from gradfix.training.retained import Outside
 
-    source, out = folder_of(args, model), args.work / f"{model}-{kind}-{task}"
+    name = f"{model}-{kind}-{task}"
+    source, out = folder_of(args, model), args.work / name
     dataset = load_data(args.stories / "tasks" / task)
     bound = Causal().open(source, device=args.device)
     outside = Outside.of(bound, json.loads((args.stories / "tasks" / "general.json").read_text()))
@@ -142,9 +190,12 @@ def tune_part(args: argparse.Namespace, model: str, kind: str, task: str) -> Non
     else:
         finetune(bound, dataset.splits["train"], **{**TUNING, "steps": args.steps})
         save_like(open_checkpoint(source), bound.model, out, overwrite=True)
-    found = {"zero_shot": before, "seconds": time.perf_counter() - begin}
-    found["fine_tuned"] = figures()
-    (out / "figures.json").write_text(json.dumps(found))
+    seconds = time.perf_counter() - begin
+    tell(
+        args,
+        {"tuned": name, "zero_shot": before, "fine_tuned": figures(), "seconds": seconds, "machine": machine(args)},
+    )
+    (out / DONE).touch()
 
 
 def tune_lora(args: argparse.Namespace, bound: Any, rows: Any, out: Path) -> None:
@@ -154,12 +205,11 @@ def tune_lora(args: argparse.Namespace, bound: Any, rows: Any, out: Path) -> Non
     from gradfix.training.steps import Training, draws, warmed
 
     paths = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(bound.model, LoraConfig(r=LORA["rank"], lora_alpha=LORA["rank"], target_modules=paths))
+    model = get_peft_model(bound.model, LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=paths))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    training = Training(
-        parameters, lambda step: warmed(step, LORA["rate"], args.steps, 40), lambda *_: SystemExit("NaN")
-    )
-    for step, places in zip(range(args.steps), draws(len(rows), TUNING["batch_size"], 0)):
+    steps = args.steps * LORA["steps"] // TUNING["steps"]
+    training = Training(parameters, lambda step: warmed(step, LORA["rate"], steps, 40), lambda *_: SystemExit("NaN"))
+    for step, places in zip(range(steps), draws(len(rows), TUNING["batch_size"], 0)):
         training.step(step, [bound.loss(model, bound.collate([rows[place] for place in places])).mean()])
     model.save_pretrained(out)
     model.merge_and_unload()
@@ -174,32 +224,31 @@ def move_part(args: argparse.Namespace, kind: str, name: str, seed: str, task: s
     from gradfix.methods.search import Search
     from gradfix.methods.trial import Passes
 
-    whole = args.work / f"rows-{name}-{kind}-{task}-{target}-{seed}.jsonl"
-    if whole.exists() or time.time() - args.began > args.limit:
+    source = "lora" if kind == "lora" else "full"
+    where = {"task": task, "target": target, "source": source, "inputs": "real" if kind == "real" else "labels"}
+    label = f"{name}, --train lora" if kind == "train" else name
+    done = told(args)[1]
+    known = {method for *which, method, number in done if which == list(where.values()) and number == int(seed)}
+    methods = [method for method in KINDS[kind] if (label if method == "best" else method) not in known]
+    if not methods or time.time() - args.began > args.limit:
         return
     dataset = load_data(args.stories / "tasks" / task)
-    source = "lora" if kind == "lora" else "full"
+    speech = speech_of({**args.speech.get(name, {}), **({"train": "lora"} if kind == "train" else {})})
     opened = Opened(
         Request(
             base=args.base, tuned=args.work / f"base-{source}-{task}", target=folder_of(args, target),
             data=dataset, task="causal", validation="none", finetune=False, device=args.device,
             unlabelled=dataset.splits["validation"][:REAL] if kind == "real" else None,
-            passes=Passes(batch_size=args.batch), speech=speech_of(args.speech.get(name, {})), search=Search(folds=3),
+            passes=Passes(batch_size=args.batch), speech=speech, search=Search(folds=3),
         )
     )  # fmt: skip
     opened.trial.judged = False
     outside = figures_of(args, opened.trial, task)
-    methods = {"baselines": BASELINES, "lora": ("copy_adapter", "best")}.get(kind, ("best",))
-    where = {"task": task, "target": target, "source": source, "inputs": "real" if kind == "real" else "labels"}
-    part = whole.with_suffix(".part")
-    with part.open("w") as out:
-        for row in runs(opened, methods, int(seed), outside):
-            row["method"] = name if row["method"] == "best" else row["method"]
-            line = json.dumps({**where, **row})
-            print(line, flush=True)
-            out.write(line + "\n")
-            out.flush()
-    part.rename(whole)
+    for row in runs(opened, methods, int(seed), outside):
+        tell(
+            args,
+            {**where, **row, "method": label if row["method"] == "best" else row["method"], "machine": machine(args)},
+        )
     if args.device == "cuda":
         torch.cuda.empty_cache()
 
@@ -235,7 +284,7 @@ def figures_of(args: argparse.Namespace, trial: Any, task: str) -> Any:
     return take
 
 
-def runs(opened: Any, methods: tuple[str, ...], seed: int, outside: Any) -> Iterator[dict[str, Any]]:
+def runs(opened: Any, methods: list[str], seed: int, outside: Any) -> Iterator[dict[str, Any]]:
     from gradfix.methods.method import NotHere
     from gradfix.methods.methods import METHODS as KNOWN
     from gradfix.training.lowrank import moved_by

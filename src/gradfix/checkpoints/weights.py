@@ -7,7 +7,8 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +74,13 @@ class Checkpoint(ABC):
 
     def fingerprint(self) -> str:
         """sha256 over names, dtypes, shapes and bytes: the same for every container format."""
-        digest = hashlib.sha256()
-        for name in sorted(self.names()):
-            digest.update(tensor_line(name, self.info(name), self._tensor_hash(name)))
+        digest, names = hashlib.sha256(), sorted(self.names())
+        for name, content in zip(names, self._tensor_hashes(names), strict=True):
+            digest.update(tensor_line(name, self.info(name), content))
         return digest.hexdigest()
+
+    def _tensor_hashes(self, names: list[str]) -> Iterable[str]:
+        return map(self._tensor_hash, names)
 
     def _tensor_hash(self, name: str) -> str:
         digest = hashlib.sha256()
@@ -128,6 +132,10 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def stored(self, name: str) -> tuple[SafetensorsFile, str] | None:
         return self._home[name], name
+
+    def _tensor_hashes(self, names: list[str]) -> Iterable[str]:
+        with ThreadPoolExecutor() as pool:  # one core would take longer than a small training
+            return list(pool.map(self._tensor_hash, names))
 
     def identity(self) -> Any:
         return [file_identity(path) for path in self.files]
