@@ -207,8 +207,24 @@ def test_nothing_below_the_target_is_named():
     below = [answered("zero_shot", 14, 69.0), answered("few_shot", 16, 61.5), answered("best", 13, 78.0)]
     verdict = judge(below)
     assert verdict["method"] == "zero_shot" and verdict["refused"] == "few_shot"
-    assert verdict["advice"] == "Do not transport: keep the target as it is."
+    assert verdict["advice"] == "Do not transport: keep the target as it is (a tie with best)."
     assert "few_shot is 7.5 points below" in verdict["text"] and "Ship" not in verdict["text"]
+
+
+def test_after_a_refusal_the_others_are_chosen_among():
+    """Seen on the field test: ten fold answers led to a method that fails on test, and the best of all was not named."""
+    rows = [
+        answered("zero_shot", 8, 69.1, 10), answered("few_shot", 9, 52.3, 10), answered("best", 7, 80.3, 10),
+        answered("naive", 8, 69.7, 10),
+    ]  # fmt: skip
+    verdict = judge(rows)
+    assert verdict["refused"] == "few_shot" and verdict["method"] == "zero_shot"
+    assert verdict["tie"] and verdict["tied"][0] == "best" and verdict["next"] == "naive"
+    assert "so few answers cannot tell the others apart" in verdict["text"]
+    better = [*rows[:2], answered("best", 8, 80.3, 10), rows[3]]
+    assert judge(better)["method"] == "best" and judge(better)["refused"] is None
+    alone = judge(rows[:2])
+    assert alone["method"] == "zero_shot" and not alone["tie"] and alone["next"] == "few_shot"
 
 
 def test_a_clear_lead_is_no_tie():

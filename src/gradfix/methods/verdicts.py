@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev, variance
 from typing import Any
 
@@ -104,9 +104,10 @@ def judge(
     ranking = _ranking({name: group for name, group in groups.items() if not known[name].reference})
     tested = all(row["accuracy"] is not None for row in rows)
     accuracy = {name: fmean(row["accuracy"] for row in group) for name, group in groups.items() if tested}
-    chosen = _checked(_choose(ranking, groups, known), accuracy, groups, known)
+    chosen = _settled(ranking, accuracy, groups, known)
     winner = chosen.method
-    following = next((name for name in ranking if name != winner and not known[name].control), None)
+    others = [name for name in ranking if name != winner and not known[name].control]
+    following = next((name for name in others if name != chosen.refused), others[0] if others else None)
     over_next = accuracy[winner] - accuracy[following] if following and tested else None
     noise = _noise(groups, winner, following) if tested else None
     by_test = max(ranking, key=lambda name: accuracy[name]) if tested else None
@@ -169,20 +170,26 @@ def _choose(ranking: Sequence[str], groups: Mapping[str, Sequence[Row]], known: 
     able = [name for name in (leader, *close) if known[name].favoured and _held(groups[name]) >= floor]
     winner = able[0] if able else leader
     tied = [name for name in (leader, *close) if name != winner and _tied(groups[winner], groups[name])]
-    return Chosen(winner, tuple(tied))
+    return Chosen(winner, tuple(sorted(tied, key=lambda name: not known[name].favoured)))
 
 
-def _checked(
-    chosen: Chosen, accuracy: Mapping[str, float], groups: Mapping[str, Sequence[Row]], known: Mapping[str, Traits]
+def _settled(
+    ranking: Sequence[str],
+    accuracy: Mapping[str, float],
+    groups: Mapping[str, Sequence[Row]],
+    known: Mapping[str, Traits],
 ) -> Chosen:
-    """The target as it is, where the choice moves nothing or scores below it on test."""
+    """The choice, or the target as it is where the choice moves nothing; one that scores below the target on test is
+    refused, and the others are chosen among as if it had not been there."""
+    chosen = _choose(ranking, groups, known)
     name = chosen.method
     if name == FLOOR or FLOOR not in groups:
         return chosen
     if not known[name].stays and all(row["alpha"] == 0 for row in groups[name]):
         return Chosen(FLOOR, tuple(other for other in chosen.tied if other != FLOOR))
     if name in accuracy and accuracy[name] < accuracy[FLOOR]:
-        return Chosen(FLOOR, (), refused=name)
+        others = [other for other in ranking if other != name]
+        return replace(_settled(others, accuracy, groups, known), refused=name)
     return chosen
 
 
@@ -228,15 +235,21 @@ def _advice(verdict: Mapping[str, Any], titles: Mapping[str, str], known: Mappin
     """What to do, in one sentence; a lead that the examples do not bear out is called a tie."""
     winner = verdict["method"]
     if winner == FLOOR or (not known[winner].stays and not verdict["transport"]):
-        return "Do not transport: keep the target as it is."
+        return f"Do not transport: keep the target as it is{_tie(verdict, titles)}."
     name = inline(titles.get(winner, winner))
     if verdict["tie"]:
-        others = [inline(titles.get(other, other)) for other in verdict["tied"]]
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        return f"Ship {name} (a tie with {others[0]}{more})."
+        return f"Ship {name}{_tie(verdict, titles)}."
     if known[winner].stays:
         return f"Ship {name}: on the same examples it does better than moving the old fine-tune."
     return f"Ship {name}."
+
+
+def _tie(verdict: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+    if not verdict["tie"]:
+        return ""
+    others = [inline(titles.get(other, other)) for other in verdict["tied"]]
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return f" (a tie with {others[0]}{more})"
 
 
 def _words(
@@ -271,7 +284,8 @@ def _words(
 def _ahead(verdict: Mapping[str, Any], known: Mapping[str, Traits], name: Any) -> str:
     """The held-out lead in words: clear, or too small for so few answers."""
     if verdict["refused"] is not None:
-        return f" was {name(verdict['refused'])}, and test refused it"
+        left = "; so few answers cannot tell the others apart" if verdict["tie"] else ""
+        return f" was {name(verdict['refused'])}, and test refused it{left}"
     if verdict["lead"] is None:
         return ""
     ahead = Lead(**verdict["lead"])
