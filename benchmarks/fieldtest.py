@@ -63,6 +63,10 @@ def main() -> None:
     in_parallel("benchmarks.fieldtest", shared, [("finetune", *one) for one in product(MODELS, TASKS)], args.jobs)
     parts = [("compare", *one) for one in product(TASKS, MODELS, REGIMES, args.seeds)]
     in_parallel("benchmarks.fieldtest", shared, parts, args.jobs)
+    write(args, time.perf_counter() - begin)
+
+
+def write(args: argparse.Namespace, seconds: float) -> None:
     rows, verdicts = (
         [json.loads(line) for path in sorted(args.work.glob(kind)) for line in path.read_text().splitlines()]
         for kind in ("rows-*.jsonl", "verdicts-*.jsonl")
@@ -71,7 +75,7 @@ def main() -> None:
     from gradfix.checkpoints.folder import versions
 
     result = {
-        "command": "python -m benchmarks.fieldtest", "device": args.device, "seconds": time.perf_counter() - begin,
+        "command": "python -m benchmarks.fieldtest", "device": args.device, "seconds": seconds,
         "finetune_seconds": fmean(entry["seconds"] for entry in tuning), **versions(),
         "summary": summary(rows), "cells": cells(rows), "verdicts": verdicts,
         "verdicts_wrong": sum(said["points_below_best"] > 2 and not said["tie"] for said in verdicts), "rows": rows,

@@ -46,7 +46,7 @@ class Relating:
     rate: float = 0.35
     temperature: float = 0.05
     contrast: float = 0.05
-    turned: float = 1.0
+    turned: float = 3.0
     remembers: bool = True
 
 
