@@ -308,7 +308,8 @@ def test_auto_checks_a_model_once_for_each_loss() -> None:
     votes = collect_votes(model, first, [batch] * 3)
     checked = first.calls
     again = collect_votes(model, first, [batch] * 3)
-    assert first.calls == checked + 3 < 2 * checked
+    assert checked == 3 + 5  # two halves, a plan, two samples alone
+    assert first.calls == checked + 3
     assert again.notes == votes.notes
     assert_equal_votes(dict(votes), dict(again))
     collect_votes(model, second, [batch] * 3)
@@ -358,6 +359,66 @@ def test_auto_refuses_an_engine_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -
     found = collect_votes(model, loss, [batch], engine="auto")
     assert any(note.startswith("engine loop: batched disagrees") for note in found.notes)
     assert all(torch.equal(found[name], right[name]) for name in right)
+
+
+def test_auto_sees_an_engine_that_breaks_in_the_middle_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradfix.votes.batched import forms
+
+    fold, folded = forms.Product.fold, []
+
+    def breaking(self: forms.Product, votes: Tensor) -> None:
+        folded.append(self.samples)
+        if len(folded) == 9:
+            raise RuntimeError("enough")
+        fold(self, votes)
+
+    model, loss, batch = make_case("vit")
+    right = votes_of(model, loss, [batch], "loop")
+    monkeypatch.setattr(forms.Product, "fold", breaking)
+    found = collect_votes(model, loss, [batch] * 2, engine="auto")
+    assert found.notes == ("engine loop: batched failed with RuntimeError: enough.",)
+    assert all(torch.equal(found[name], 2 * right[name]) for name in right)
+
+
+def test_auto_sees_samples_that_change_places_only_among_many() -> None:
+    """Every loss is the same in any company; a weight that is used twice sums two samples' gradients."""
+
+    class Shuffling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = int(len(x) > 4)
+            hidden = self.layer(x).tanh().roll(places, 0)
+            return self.head(self.layer(hidden).roll(-places, 0))
+
+    torch.manual_seed(0)
+    model, batch = Shuffling().double(), {"x": torch.randn(8, 6, dtype=torch.double), "y": torch.arange(8) % 3}
+    found = collect_votes(model, image_loss, [batch])
+    assert found.notes[0].startswith("engine loop: batched disagrees on")
+    assert_equal_votes(dict(found), dict(votes_of(model, image_loss, [batch], "loop")))
+
+
+def test_auto_compares_samples_in_the_company_they_vote_in() -> None:
+    """A hook that mixes the gradients of many samples changes no loss."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x).tanh()
+            if hidden.requires_grad and len(x) > 3:
+                hidden.register_hook(lambda g: g.roll(1, 0))
+            return self.head(hidden)
+
+    torch.manual_seed(0)
+    model, batch = Mixed().double(), {"x": torch.randn(8, 6, dtype=torch.double), "y": torch.arange(8) % 3}
+    found = collect_votes(model, image_loss, [batch])
+    assert found.notes[0].startswith("engine loop: batched disagrees on")
+    assert_equal_votes(dict(found), dict(votes_of(model, image_loss, [batch], "loop")))
 
 
 def test_language_losses_with_padding() -> None:
