@@ -374,7 +374,7 @@ def _plain(name: str) -> str:
 
 def _without_recomputation(model: nn.Module) -> list[str]:
     """transformers recomputes activations in training mode alone; votes are taken in evaluation mode."""
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
         return ["gradient checkpointing rests in evaluation mode: passes keep all activations."]
     return []
 
