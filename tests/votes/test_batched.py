@@ -425,3 +425,27 @@ def test_language_losses_with_padding() -> None:
     model, _, _ = make_case("llama_tied")
     batch = tokens()
     assert_same_votes(model, language_loss, batch)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_auto_takes_the_batched_engine_and_its_kernels(dtype: torch.dtype) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64))
+            self.head = nn.Linear(64, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x).tanh().mean(1))
+
+    torch.manual_seed(0)
+    model = Net().to("cuda", dtype)
+    batch = {"x": torch.randn(130, 16, 64, device="cuda", dtype=dtype), "y": torch.arange(130, device="cuda") % 3}
+    found = collect_votes(model, image_loss, [batch] * 2, engine="auto")
+    assert found.notes == ("engine batched: agrees with the loop on 2 samples.",)
+    expected = collect_votes(model, image_loss, [batch] * 2, engine="loop")
+    for name, votes in expected.items():
+        apart = (found[name].float() - votes.float()).abs().mean() / votes.float().abs().mean()
+        assert apart < (0.1 if dtype == torch.bfloat16 else 0.01), name
