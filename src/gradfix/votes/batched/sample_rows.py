@@ -263,6 +263,18 @@ def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -
     return Reach(frozenset(found), others, hidden)
 
 
+def lasting_node(output: Tensor) -> Any:
+    """The graph node that sees the output's gradient, whatever is done to the output in place.
+
+    A view's own node leaves the graph then, and its base's stays: linear layers give views of products."""
+    if not output._is_view():
+        return output.grad_fn
+    base = output._base
+    assert base is not None
+    same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base.grad_fn if same else None
+
+
 def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
     """Graph nodes behind which rows are picked by an index, other than by nodes that leave them `in_place`.
 

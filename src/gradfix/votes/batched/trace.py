@@ -29,6 +29,7 @@ from gradfix.votes.batched.passplan import (
 )
 from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.batched.replay import aligned, overwrites, pulled_back, run
+from gradfix.votes.batched.sample_rows import lasting_node
 from gradfix.votes.batched.watch import (
     Spread,
     Tap,
@@ -90,7 +91,7 @@ class VotingWatch(Watch):
         tally = asked.tally
         super().__init__(tally.parameters, tally.device)
         self.plan, self.tally, self.samples, self.spot = plan, tally, asked.count, asked.spot
-        self.hooks = hooks  # on operations, which cost the forward pass less than taps behind them
+        self.hooks = hooks  # on operations, which cost less than taps behind them
         self.position, self.replaying = 0, False
         self.recomputes = False  # activations of some use are not kept, and its forward may run again
         self.uses, self.derives = plan.uses(), plan.derives
@@ -241,7 +242,7 @@ class VotingWatch(Watch):
         use = self._use(step, call)
         self.recomputes = self.recomputes or redirected
         if self.hooks and step.on_samples and output.requires_grad and not redirected:
-            node = _lasting_node(output)
+            node = lasting_node(output)
             if node is not None:
                 use.shape = output.shape
                 node.register_prehook(use.see)
@@ -369,25 +370,12 @@ class VotingWatch(Watch):
             for name, uses in self.waiting.items():
                 if uses:
                     self._settle(name)
-            for samples in {form.samples for form, _ in self.small}:
-                some = [(form.values, votes) for form, votes in self.small if form.samples == samples]
-                kernels.fold_rows(*map(list, zip(*some)))
+            if self.small:
+                kernels.fold_rows([form.values for form, _ in self.small], [votes for _, votes in self.small])
 
 
 def _ignore(_: Sequence[Tensor], gradient: Tensor) -> None:
     """A tap that is there for its gradient to be asked for, not seen."""
-
-
-def _lasting_node(output: Tensor) -> Any:
-    """The graph node that sees the output's gradient, whatever is done to the output in place.
-
-    A view's own node leaves the graph then, and its base's stays: linear layers give views of products."""
-    if not output._is_view():
-        return output.grad_fn
-    base = output._base
-    assert base is not None
-    same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
-    return base.grad_fn if same else None
 
 
 def _swapped(value: Any, source: Tracked) -> Any:
