@@ -421,6 +421,19 @@ def test_auto_compares_samples_in_the_company_they_vote_in() -> None:
     assert_equal_votes(dict(found), dict(votes_of(model, image_loss, [batch], "loop")))
 
 
+def test_auto_takes_models_that_view_their_inputs() -> None:
+    class Choices(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.view(-1, 6)).view(len(x), -1)
+
+    batch = {"x": torch.randn(8, 3, 6), "y": torch.arange(8) % 3}
+    assert collect_votes(Choices(), image_loss, [batch]).notes[0].startswith("engine batched: agrees")
+
+
 def test_language_losses_with_padding() -> None:
     model, _, _ = make_case("llama_tied")
     batch = tokens()
