@@ -12,18 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradfix.cli import run
 from gradfix.errors import GradfixError
 from gradfix.system import processes
 from gradfix.system.processes import Group, LostProcess, in_processes, joined, report, together
+from gradfix.training.steps import add_up_gradients
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes import resume
-from gradfix.votes.collect import collect
+from gradfix.votes.collect import collect, collect_votes
+from gradfix.votes.distributed.build import SignReduceScatter
 from gradfix.votes.distributed.parallel import InParallel, share_of
 from gradfix.votes.engines.loop import Batches
 from tiny import save_tiny, toy_texts, write_rows
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
 @pytest.mark.parametrize("by_sample", [True, False])
@@ -211,3 +216,28 @@ def test_bad_data_is_one_line_with_its_code_and_no_file(world, tmp_path, capfd):
     assert run(arguments) == 5
     assert len(capfd.readouterr().err.strip().splitlines()) == 1
     assert not out.exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[needs_cuda, pytest.mark.cuda])])
+def test_a_group_of_one_sums_over_the_backend_of_its_device(device, tmp_path, monkeypatch):
+    """gloo on a processor, NCCL on a card: votes, gradients of a shared step, and the signs that a split model sends."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", processes.STARTED_HERE: str(tmp_path / "group")}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    data = torch.randn(130, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+    batches = Batches(lambda rows: data[list(rows)], range(130), 50)
+    loss = _Net.__call__
+    expected = collect_votes(_Net().to(device), loss, list(batches), engine="loop")
+    with joined() as group:
+        backend = dist.group.WORLD._get_backend(torch.device(device)).name()
+        found = {how: collect(InParallel(group, _Net().to(device), loss, batches, how)) for how in ("loop", "auto")}
+        net = _Net().to(device)
+        net(data).sum().backward()
+        before = net.weight.grad.clone()
+        add_up_gradients({"weight": net.weight})
+        signs = torch.empty(15, dtype=torch.float64, device=device)
+        SignReduceScatter()(signs, before.flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
+    assert backend == {"cpu": "gloo", "cuda": "nccl"}[device]
+    assert all(votes.count == 130 and torch.equal(votes["weight"], expected["weight"]) for votes in found.values())
+    assert torch.equal(net.weight.grad, before)
+    assert torch.equal(signs, before.flatten().sign())

@@ -13,11 +13,12 @@ from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from gradfix.votes.batched.engine import batched
-from gradfix.votes.batched.forms import Dense, Product, Sum, TableRows, Tied, combine, densify
-from gradfix.votes.batched.layers import RULES
+from gradfix.votes.batched.experts import Stacked
+from gradfix.votes.batched.forms import Dense, Form, OneByOne, Product, Sum, TableRows, Tied, combine, densify
+from gradfix.votes.batched.layers import RULES, Reshaped
 from gradfix.votes.batched.sample_rows import SampleLayout, candidates, explain
 from gradfix.votes.engines.loop import loop
-from gradfix.votes.tally import Tally
+from gradfix.votes.tally import SpotCheck, Tally
 
 Sizes = dict[str, int]
 
@@ -238,3 +239,41 @@ def test_products_in_blocks_fold_exactly(block_bytes: int, block_samples: int, m
     votes = torch.ones(5, 70, dtype=torch.int8).T
     Product(left, right).fold(votes)
     assert torch.equal(votes, 1 - torch.bmm(left.mT, right).sign().sum(0).to(torch.int8))
+
+
+def _forms() -> list[Form]:
+    draw = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    product, index = Product(numbers(5, 3, 6), numbers(5, 3, 4)), torch.randint(0, 6, (5, 7), generator=draw)
+    rows, dense = TableRows(index, numbers(5, 7, 4), 6), Dense(numbers(5, 6, 4))
+    single = OneByOne(lambda number: dense.values[number] * 2, 5, dense.values[0])
+    both = Sum([(product, lambda out: out), (dense, lambda out: out)], product.shape)
+    stacked = Stacked([(1, product), (0, rows)], 5, torch.empty(2, 6, 4, dtype=torch.float64))
+    return [product, rows, Tied(product, rows), dense, single, both, Reshaped(product, torch.Size([24])), stacked]
+
+
+@pytest.mark.parametrize("rows", [slice(0, 5, 4), slice(4, 5), slice(0, 1), slice(1, 4, 2)])
+@pytest.mark.parametrize("form", _forms(), ids=lambda form: type(form).__name__)
+def test_a_form_of_some_samples_has_their_gradients(form: Form, rows: slice) -> None:
+    some, chosen = form.only(rows), range(5)[rows]
+    assert (some.samples, some.shape) == (len(chosen), form.shape)
+    votes, signs = torch.zeros(form.shape, dtype=torch.int8), torch.zeros(form.shape, dtype=torch.float64)
+    for place, sample in enumerate(chosen):
+        one, same = (torch.zeros(form.shape, dtype=torch.float64) for _ in range(2))
+        form.accumulate(sample, one)
+        some.accumulate(place, same)
+        torch.testing.assert_close(same, one, rtol=0, atol=0)
+        signs -= one.sign()
+    some.fold(votes)
+    assert torch.equal(votes.double(), signs)
+
+
+def test_a_spot_check_finds_its_samples_in_parts_of_a_batch() -> None:
+    spot = SpotCheck(Tally({"w": nn.Parameter(torch.zeros(2))}), (0, 9))
+    assert torch.arange(10)[spot.rows].tolist() == [0, 9]
+    first, last = spot.within(0, 4), spot.within(8, 12)
+    assert first is not None and last is not None and spot.within(4, 8) is None
+    assert (torch.arange(4)[first.rows].tolist(), torch.arange(2)[last.rows].tolist()) == ([0], [1])

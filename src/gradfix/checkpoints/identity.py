@@ -54,7 +54,7 @@ def probe_module(model: nn.Module, renamed: Mapping[str, str]) -> Probe:
     parameters = dict(model.named_parameters())
     chosen = [(disk, parameters[name]) for name, disk in renamed.items() if parameters[name].numel()]
     with torch.no_grad():
-        values = values_of([p.reshape(-1).narrow(0, 0, min(PROBES, p.numel())) for _, p in chosen])
+        values = values_of([p.flatten()[:PROBES] for _, p in chosen])
     return {disk: [round(value, 8) for value in few] for (disk, _), few in zip(chosen, values)}
 
 
@@ -63,10 +63,11 @@ def values_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     out: list[list[Any]] = [[] for _ in tensors]
     for kind in {(tensor.device, tensor.dtype) for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if (tensor.device, tensor.dtype) == kind]
-        flat = [tensors[place].reshape(-1) for place in places]
-        parts = torch.cat(flat).cpu().split([len(part) for part in flat])
-        for place, part in zip(places, parts):
-            out[place] = part.tolist()
+        flat = [tensors[place].flatten() for place in places]
+        values, start = torch.cat(flat).tolist(), 0
+        for place, part in zip(places, flat):
+            end = start + part.numel()
+            out[place], start = values[start:end], end
     return out
 
 

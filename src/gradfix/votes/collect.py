@@ -25,7 +25,7 @@ from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
-from gradfix.votes.engines.auto import ChosenEngine, choose, remember, remembered
+from gradfix.votes.engines.auto import ChosenEngine, choose, ends, fold_checked, remember, remembered
 from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
@@ -163,8 +163,7 @@ class InMemory(VoteRun[SignVotes]):
                 self.confirm(self._first)
 
     def choose(self, step: VoteStep) -> _FirstBatch | None:
-        """Pick the fastest engine that agrees with the loop on some samples; what the step holds, if that is yet to be
-        confirmed."""
+        """Pick the fastest engine that this model may have; what the step holds, if that is yet to be confirmed."""
         known = remembered(self.model, self.loss, step.batch, self.tally)
         if known is not None:
             self.engine, self.notes = known.engine, [known.note]
@@ -206,33 +205,38 @@ class InMemory(VoteRun[SignVotes]):
         if first.good is not None and self.engine is loop:
             loop(self.model, self.loss, first.good, self.tally)
         elif first.good is not None:
-            assert self.engine is not None
-            self.engine(self.model, self.loss, first.good, self.tally, expected=first.losses)
-            first.mixed = MIXED in self.tally.looped
+            assert first.choice is not None
+            given = (self.model, self.loss, first.good, self.tally, first.losses)
+            first.reason = fold_checked(first.choice, *given)
         self._settle(first)
         return first.bad
 
     def confirm(self, first: _FirstBatch) -> None:
-        """See the first batch's losses all together where nobody folds it."""
+        """Check the engine where nobody folds the first batch: on few samples, and by the losses of all together."""
         if first.good is not None and self.engine is not loop:
-            first.mixed = differ(self.look(first.good), first.losses, first.dtype)
+            assert first.choice is not None
+            aside = Tally(self.tally.parameters)
+            first.reason = fold_checked(first.choice, self.model, self.loss, ends(first.good), aside)
+            if first.reason is None and differ(self.look(first.good), first.losses, first.dtype):
+                first.reason = MIXED
         self._settle(first)
 
     def _settle(self, first: _FirstBatch) -> None:
         self._first = None
-        if first.mixed:
-            self.tally.looped.pop(MIXED, None)
-            self.engine, self.notes = loop, [f"engine loop: {MIXED}."]
+        if first.reason is not None:
+            self.tally.looped.clear()
+            self.engine, self.notes = loop, [f"engine loop: {first.reason}."]
         elif first.choice is not None:
             remember(first.choice, self.model, self.loss, first.good, self.tally)
 
     def result(self, bad: list[Bad]) -> SignVotes:
         """The finished count under the model's names, tied to its weights."""
         refuse_nothing(self.tally)
+        about = _about(self.model)  # names are found while the device is still busy
         _refuse_silence(self.tally)
         told = [f"engine batched: {note}" for note in self.tally.told()]
         notes = (*(text for _, text in bad), *self.notes, *told, *_without_recomputation(self.model))
-        return SignVotes(self.tally.votes(), self.tally.count, **_about(self.model), notes=notes)
+        return SignVotes(self.tally.votes(), self.tally.count, **about, notes=notes)
 
 
 @dataclass
@@ -245,7 +249,7 @@ class _FirstBatch:
     losses: Tensor
     choice: ChosenEngine | None = None
     dtype: torch.dtype = torch.float32
-    mixed: bool = False
+    reason: str | None = None  # why the engine is not to be trusted
 
 
 class MeanInMemory(VoteRun[Sums]):
@@ -333,7 +337,7 @@ def refuse_nothing(tally: Tally) -> None:
 
 
 def _refuse_silence(tally: Tally) -> None:
-    first = values_of([buffer.reshape(-1)[:GLANCE] for _, buffer in tally.items()])
+    first = values_of([buffer.flatten()[:GLANCE] for _, buffer in tally.items()])
     quiet = [(name, buffer) for (name, buffer), votes in zip(tally.items(), first) if not any(votes)]
     spoken = values_of([buffer.any() for _, buffer in quiet])
     silent = [name for (name, _), spoke in zip(quiet, spoken) if spoke == [False]]
@@ -370,7 +374,7 @@ def _plain(name: str) -> str:
 
 def _without_recomputation(model: nn.Module) -> list[str]:
     """transformers recomputes activations in training mode alone; votes are taken in evaluation mode."""
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+    if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
         return ["gradient checkpointing rests in evaluation mode: passes keep all activations."]
     return []
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,13 @@ class Tally:
         for name, buffer in self._buffers.items():
             self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
 
+    def clear(self) -> None:
+        """Begin again."""
+        self.count = 0
+        self.looped.clear()
+        self.apart.clear()
+        torch._foreach_zero_(list(self._buffers.values()))
+
     def told(self) -> list[str]:
         """What was not done in one pass, in words."""
         notes = [f"{samples} samples are voted on one at a time: {why}." for why, samples in self.looped.items()]
@@ -65,6 +73,29 @@ class Tally:
     def votes(self) -> dict[str, Tensor]:
         dtype = dtype_for(self.count)
         return {name: buffer.to(dtype) for name, buffer in self._buffers.items()}
+
+
+@dataclass(frozen=True)
+class SpotCheck:
+    """Samples of a batch, by number, whose votes a pass over all of them counts once more, apart from the others."""
+
+    tally: Tally
+    numbers: tuple[int, ...]
+
+    @property
+    def rows(self) -> slice:
+        """One sample or two."""
+        first, last = self.numbers[0], self.numbers[-1]
+        return slice(first, last + 1, max(last - first, 1))
+
+    def within(self, start: int, stop: int) -> SpotCheck | None:
+        """The same for a part of the batch, if some of them are in it."""
+        numbers = tuple(number - start for number in self.numbers if start <= number < stop)
+        return SpotCheck(self.tally, numbers) if numbers else None
+
+    def view(self, like: Tensor, name: str, own: Tensor) -> Tensor:
+        """The entries of a weight's count that `like` are of `own`, the count of all samples."""
+        return self.tally[name].as_strided(like.shape, like.stride(), like.storage_offset() - own.storage_offset())
 
 
 class Sums(Tally):

@@ -37,6 +37,7 @@ from gradfix.votes.batched.sample_rows import (
     RowSums,
     behind,
     digit_base,
+    fetched,
     lone_samples,
     picked_rows,
     reach,
@@ -47,7 +48,7 @@ from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import PlanningWatch
 from gradfix.votes.engines.loop import NotFinite, fold_each, refuse_detached
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, one_sample, samples, take
-from gradfix.votes.tally import Tally
+from gradfix.votes.tally import SpotCheck, Tally
 
 PLANNING_SAMPLES = 3
 LOOP_SHARE = 0.25  # with more of the weights left out, one pass plus a loop costs more than the loop
@@ -61,14 +62,21 @@ _PLANS: WeakKeyDictionary[nn.Module, dict[Any, PassPlan]] = WeakKeyDictionary()
 
 
 def batched(
-    model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, record: bool = True, expected: Tensor | None = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch,
+    tally: Tally,
+    *,
+    record: bool = True,
+    expected: Tensor | None = None,
+    spot: SpotCheck | None = None,
 ) -> None:
     """Fold one micro-batch in one forward and one backward.
 
     A loss that is not finite raises `NotFinite` before anything is folded. Other losses than `expected` mean that samples
-    mix, and are looped. On a GPU that waits for its host, batches that look the same are recorded and played again;
-    `record=False` launches every pass anew."""
-    asked = BatchVote(model, loss, batch, tally, batch_size(batch), expected)
+    mix, and are looped. The samples of `spot` are counted once more. On a GPU that waits for its host, batches that look the
+    same are recorded and played again; `record=False` launches every pass anew."""
+    asked = BatchVote(model, loss, batch, tally, batch_size(batch), expected, spot)
     tally.reserve(asked.count)
     try:
         known = repeats_of(asked) if record and asked.count > 1 else None
@@ -92,11 +100,12 @@ def plan_for(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> PassPl
     return _known_plan(BatchVote(model, loss, batch, tally, batch_size(batch)))
 
 
-def prove(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
-    """Make a plan and see in a forward pass that it holds, so that the next pass runs as all later ones. Counts nothing."""
+def prepare(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
+    """Make a plan. Counts nothing."""
     with _garbage_later():
-        votes, _ = _forward(BatchVote(model, loss, batch, tally, batch_size(batch)))
-        votes.forget()
+        plan = _make_plan(BatchVote(model, loss, batch, tally, batch_size(batch)), whole=False)
+    if not plan.ragged:
+        _refuse_most(plan, tally)
 
 
 def _run(asked: BatchVote) -> None:
@@ -123,6 +132,9 @@ def _run_together(asked: BatchVote) -> None:
             raise NeedsLoop(MIXED)
         votes.backward(losses)
     _vote_one_by_one(asked, votes.plan.left_out)
+    if asked.spot is not None:
+        some = take(asked.batch, asked.spot.rows)
+        _vote_one_by_one(replace(asked, batch=some, tally=asked.spot.tally), votes.plan.left_out)
 
 
 def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -190,24 +202,27 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
         plan = _make_plan(asked, whole)
         if plan.ragged and not whole:
             plan = _make_plan(asked, whole=True)
-    for _ in range(3):
-        if _share(plan.left_out, tally) > LOOP_SHARE:
-            raise NeedsLoop("most weights are used in ways the batched engine has no rule for")
+    for _ in range(4):
+        _refuse_most(plan, tally)
+        hooks = plan.proven or plan.hoped
         try:
-            votes, losses = _trace(plan, asked)
+            votes, losses = _trace(plan, asked, hooks)
         except PlanMismatch:
             plan = _make_plan(asked, whole=True)
             continue
         seen = reach(losses, tally.parameters, votes.anchor)
-        if plan.proven and not seen.others:
+        if seen.hidden and not plan.proven:
+            raise NeedsLoop(HIDDEN)
+        if hooks and not seen.others:
+            plan.proven = True
             return votes, losses
         if plan.proven:  # what was silent before speaks now, or weights are used in another place
             plan = _make_plan(asked, whole=True)
             continue
-        if seen.hidden:
-            raise NeedsLoop(HIDDEN)
+        if hooks:  # a hook is only sure to be called where all gradients go the same way
+            plan.without_hooks()
+            continue
         if seen.parameters <= plan.left_out:
-            plan.proven = not seen.others
             return votes, losses
         plan.left_out |= seen.parameters
         plan.steps = leave_out(plan.steps, plan.left_out)
@@ -215,8 +230,13 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
     raise NeedsLoop("the model does not repeat its operations")
 
 
-def _trace(plan: PassPlan, asked: BatchVote) -> tuple[VotingWatch, Tensor]:
-    votes = VotingWatch(plan, asked.tally, asked.count)
+def _refuse_most(plan: PassPlan, tally: Tally) -> None:
+    if _share(plan.left_out, tally) > LOOP_SHARE:
+        raise NeedsLoop("most weights are used in ways the batched engine has no rule for")
+
+
+def _trace(plan: PassPlan, asked: BatchVote, hooks: bool = True) -> tuple[VotingWatch, Tensor]:
+    votes = VotingWatch(plan, asked, hooks)
     with _uncompiled(), votes.watching(asked.model), torch.enable_grad():
         losses = asked.losses()
     if votes.position != len(plan.steps):
@@ -298,6 +318,9 @@ def _see_rows(watch: PlanningWatch, losses: Tensor, owned: bool) -> None:
     for scale, look in turns:
         watch.look = look
         torch.autograd.grad(losses, [watch.anchor], scale, retain_graph=True, allow_unused=True)
+    masks = iter(fetched([mask for operation in watch.operations for _, mask in operation.seen]))
+    for operation in watch.operations:
+        operation.seen = [(group, next(masks)) for group, _ in operation.seen]
 
 
 def _keep_support(group: Sequence[int], samples: int, operation: Operation, gradient: Tensor) -> None:

@@ -21,12 +21,16 @@ class Stacked:
     """One form for every expert; they share no entries."""
 
     def __init__(self, parts: Sequence[tuple[int, Form]], samples: int, like: Tensor) -> None:
-        self.parts, self.samples = parts, samples
+        self.parts, self.samples, self.like = parts, samples, like
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
 
     def accumulate(self, sample: int, out: Tensor) -> None:
         for place, form in self.parts:
             form.accumulate(sample, out[place])
+
+    def only(self, rows: slice) -> Stacked:
+        parts = [(place, form.only(rows)) for place, form in self.parts]
+        return Stacked(parts, len(range(self.samples)[rows]), self.like)
 
     def fold(self, votes: Tensor) -> None:
         for place, form in self.parts:

@@ -38,6 +38,9 @@ class Form(Protocol):
     def fold(self, votes: Tensor) -> None:
         """votes += sum_n sign(-g_n)."""
 
+    def only(self, rows: slice) -> Form:
+        """The same of some samples."""
+
 
 class Product:
     """g_n = left_n^T right_n, summed over the tokens: every matrix product with a weight.
@@ -55,6 +58,9 @@ class Product:
 
     def accumulate(self, sample: int, out: Tensor) -> None:
         out += self.left[sample].T @ self.right[sample]
+
+    def only(self, rows: slice) -> Product:
+        return Product(self.left[rows], self.right[rows])
 
     def fold(self, votes: Tensor) -> None:
         if self.left.shape[1] == 1:
@@ -128,6 +134,9 @@ class TableRows:
     def accumulate(self, sample: int, out: Tensor) -> None:
         out.index_add_(0, self.index[sample], self.values[sample].to(out.dtype))
 
+    def only(self, rows: slice) -> TableRows:
+        return TableRows(self.index[rows], self.values[rows], self.shape[0])
+
     def fold(self, votes: Tensor) -> None:
         """Entries of one sample and row are summed; as many sums as entries are kept, so no size depends on data."""
         rows = self.shape[0]
@@ -157,6 +166,9 @@ class Tied:
     def accumulate(self, sample: int, out: Tensor) -> None:
         self.product.accumulate(sample, out)
         self.rows.accumulate(sample, out)
+
+    def only(self, rows: slice) -> Tied:
+        return Tied(self.product.only(rows), self.rows.only(rows))
 
     def fold(self, votes: Tensor) -> None:
         one = self.product.left[0].nbytes + self.rows.index.shape[1] * self.shape[1] * 8
@@ -195,6 +207,9 @@ class Dense:
     def accumulate(self, sample: int, out: Tensor) -> None:
         out += self.values[sample]
 
+    def only(self, rows: slice) -> Dense:
+        return Dense(self.values[rows])
+
     def fold(self, votes: Tensor) -> None:
         votes.sub_(self.values.sign().nan_to_num_(0).sum(0, dtype=torch.int32).to(votes.dtype))
 
@@ -203,11 +218,15 @@ class OneByOne:
     """Gradients computed one sample at a time by a function of the sample's number."""
 
     def __init__(self, gradient: Callable[[int], Tensor], samples: int, like: Tensor) -> None:
-        self.gradient, self.samples = gradient, samples
+        self.gradient, self.samples, self.like = gradient, samples, like
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
 
     def accumulate(self, sample: int, out: Tensor) -> None:
         out += self.gradient(sample)
+
+    def only(self, rows: slice) -> OneByOne:
+        chosen = range(self.samples)[rows]
+        return OneByOne(lambda number: self.gradient(chosen[number]), len(chosen), self.like)
 
     def fold(self, votes: Tensor) -> None:
         for sample in range(self.samples):
@@ -228,6 +247,9 @@ class Sum:
     def accumulate(self, sample: int, out: Tensor) -> None:
         for form, region in self.parts:
             form.accumulate(sample, region(out))
+
+    def only(self, rows: slice) -> Sum:
+        return Sum([(form.only(rows), region) for form, region in self.parts], self.shape)
 
     def fold(self, votes: Tensor) -> None:
         wide = torch.promote_types(self.dtype, torch.float32)

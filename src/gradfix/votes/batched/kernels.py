@@ -90,12 +90,12 @@ def sees(tensor: Tensor) -> bool:
 
 def fold_rows(values: list[Tensor], votes: list[Tensor]) -> None:
     """votes += sum_n sign(-values_n) for many small tensors together; each votes tensor must be contiguous."""
-    samples, kinds = values[0].shape[0], {value.dtype for value in values}
-    for kind in kinds:  # joining several would first convert each tensor
-        chosen = [place for place, value in enumerate(values) if value.dtype == kind]
+    kinds = [(len(value), value.dtype) for value in values]
+    for samples, dtype in set(kinds):  # joining several dtypes would first convert each tensor
+        chosen = [place for place, kind in enumerate(kinds) if kind == (samples, dtype)]
         joined = torch.cat([values[place].reshape(samples, -1) for place in chosen], 1)
         width = joined.shape[1]
-        total = torch.zeros(width, dtype=votes[0].dtype, device=joined.device)
+        total = torch.zeros(width, dtype=votes[chosen[0]].dtype, device=joined.device)
         grid, numbers = (1, _ceil(width, 256), 1), (samples, 1, width, width, 1)
         _launch(_subtract_signs, grid, (joined, total), numbers, (1, 256), num_warps=4)
         own = [votes[place].view(-1) for place in chosen]

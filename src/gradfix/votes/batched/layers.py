@@ -269,6 +269,9 @@ class Reshaped:
     def accumulate(self, sample: int, out: Tensor) -> None:
         self.form.accumulate(sample, out.view(self.form.shape))
 
+    def only(self, rows: slice) -> Reshaped:
+        return Reshaped(self.form.only(rows), self.shape)
+
     def fold(self, votes: Tensor) -> None:
         self.form.fold(votes.view(self.form.shape))
 

@@ -80,7 +80,8 @@ class PassPlan:
     steps: list[Step]
     left_out: set[str]
     ragged: bool = False
-    proven: bool = False  # a run has shown that autograd reaches no weight past the taps, so hooks are enough
+    proven: bool = False  # a run has shown that autograd reaches no weight past the votes, so hooks are enough
+    hoped: bool = False  # that it will be
     places: dict[int, CallPlaces] = field(default_factory=dict)  # by the number of the step
     dtype: torch.dtype = torch.float32  # the narrowest that gradients come about in
     silent: bool = False  # some operations reach no loss: heads that are not asked
@@ -91,6 +92,10 @@ class PassPlan:
     def flat(self) -> bool:
         """Whether some layout depends on the sequence length, so that the plan holds for one length only."""
         return any(step.layout is not None and step.layout.rows > 1 for step in self.steps)
+
+    def without_hooks(self) -> None:
+        self.hoped, self.rooms = False, None
+        self.places.clear()
 
     @property
     def derives(self) -> bool:
@@ -134,7 +139,8 @@ def resolve(operations: Sequence[Operation], samples: int, extra: set[str], scal
     narrowest = min(kinds, key=lambda dtype: dtype.itemsize, default=torch.float32)
     silent = any(not operation.reached for operation in operations)
     ragged = any(o.picked and step.role != "derive" for o, step in zip(operations, steps) if o.reached and step.roots)
-    return PassPlan(leave_out(steps, left_out), left_out, ragged, dtype=narrowest, silent=silent)
+    steps = leave_out(steps, left_out)
+    return PassPlan(steps, left_out, ragged, hoped=not left_out, dtype=narrowest, silent=silent)
 
 
 def _copies(step: Step, operation: Operation, number: int, scales: Scales) -> bool:

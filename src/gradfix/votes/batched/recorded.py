@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradfix.votes.engines.loop import NotFinite
 from gradfix.votes.engines.passes import Batch, Loss, leaves_of, losses_of, map_tensors, structure_of, tensors_of
-from gradfix.votes.tally import Tally
+from gradfix.votes.tally import SpotCheck, Tally
 
 IDLE_SHARE = 0.3  # of a pass: a device that is done this soon after the last launch was waiting for launches
 # Votes of another batch differ by more than they are large; reordered sums change a few of them.
@@ -38,6 +38,7 @@ class BatchVote:
     tally: Tally
     count: int
     expected: Tensor | None = None  # its losses, taken in parts: samples that do not mix have the same together
+    spot: SpotCheck | None = None
 
     def losses(self) -> Tensor:
         return losses_of(self.model, self.loss, self.batch)

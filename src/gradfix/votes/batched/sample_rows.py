@@ -197,9 +197,17 @@ def explain_owned(
 
 def support(gradient: Tensor, samples: int) -> Tensor:
     """Where a gradient is not zero; dimensions that cannot hold the samples are reduced to one entry."""
-    mask = (gradient != 0) | torch.isnan(gradient)
-    others = tuple(dim for dim, size in enumerate(mask.shape) if size % samples)
-    return mask.any(others, keepdim=True) if others else mask
+    silent = gradient == 0
+    others = tuple(dim for dim, size in enumerate(silent.shape) if size % samples)
+    return ~(silent.all(others, keepdim=True) if others else silent)
+
+
+def fetched(masks: Sequence[Tensor]) -> list[Tensor]:
+    """The same on the CPU: their device is waited for once."""
+    if not any(mask.is_cuda for mask in masks):
+        return list(masks)
+    parts = torch.cat([mask.flatten() for mask in masks]).cpu().split([mask.numel() for mask in masks])
+    return [part.view(mask.shape) for part, mask in zip(parts, masks)]
 
 
 def keeps_rows(func: Any, args: Sequence[Any], samples: int, depends: Callable[[Tensor], bool]) -> bool:
@@ -253,6 +261,18 @@ def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -
         elif isinstance(node, BackwardCFunction):
             hidden = hidden or "CheckpointFunctionBackward" in type(node).__name__
     return Reach(frozenset(found), others, hidden)
+
+
+def lasting_node(output: Tensor) -> Any:
+    """The graph node that sees the output's gradient, whatever is done to the output in place.
+
+    A view's own node leaves the graph then, and its base's stays: linear layers give views of products."""
+    if not output._is_view():
+        return output.grad_fn
+    base = output._base
+    assert base is not None
+    same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
+    return base.grad_fn if same else None
 
 
 def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:

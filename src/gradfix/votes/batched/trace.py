@@ -27,7 +27,9 @@ from gradfix.votes.batched.passplan import (
     note_places,
     read_call,
 )
+from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.batched.replay import aligned, overwrites, pulled_back, run
+from gradfix.votes.batched.sample_rows import lasting_node
 from gradfix.votes.batched.watch import (
     Spread,
     Tap,
@@ -43,7 +45,6 @@ from gradfix.votes.batched.watch import (
     same_storage,
     tensors_in,
 )
-from gradfix.votes.tally import Tally
 
 _CASTS = {getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]}
 
@@ -71,7 +72,7 @@ class Use:
             self.votes.fold_use(self.step, call, gradient)
 
     def see(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """The same from a hook on the operation itself, which costs the forward pass less than a tap."""
+        """The same from a hook on the operation itself."""
         if not self.votes.replaying:  # an inner torch.autograd.grad of the loss itself
             return
         inputs, self.inputs, self.call.inputs = self.inputs, None, {}
@@ -86,9 +87,11 @@ class Use:
 class VotingWatch(Watch):
     """Run a plan: every use of a weight is tapped, and its votes are folded during the backward pass."""
 
-    def __init__(self, plan: PassPlan, tally: Tally, samples: int) -> None:
+    def __init__(self, plan: PassPlan, asked: BatchVote, hooks: bool) -> None:
+        tally = asked.tally
         super().__init__(tally.parameters, tally.device)
-        self.plan, self.tally, self.samples = plan, tally, samples
+        self.plan, self.tally, self.samples, self.spot = plan, tally, asked.count, asked.spot
+        self.hooks = hooks  # on operations, which cost less than taps behind them
         self.position, self.replaying = 0, False
         self.recomputes = False  # activations of some use are not kept, and its forward may run again
         self.uses, self.derives = plan.uses(), plan.derives
@@ -176,7 +179,7 @@ class VotingWatch(Watch):
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Watch the whole pass; once it is known where weights are used, only there."""
         rooms = [found for room in self.plan.rooms or () if (found := room()) is not None]
-        unknown = self.plan.proven and self.plan.rooms is None
+        unknown = self.hooks and self.plan.rooms is None
         noting = around_forward(model.modules() if unknown else (), self._noted)
         with self.only_inside(rooms) if rooms else self, noting:
             yield
@@ -204,7 +207,7 @@ class VotingWatch(Watch):
             return self._spread(step, call, func)
         if overwrites(func):
             call.inputs = {role: tensor.clone() for role, tensor in call.inputs.items()}
-        elif self.plan.proven and step.on_samples and not self.replaying:
+        elif self.hooks and step.on_samples and not self.replaying:
             places = note_places(func, args, kwargs, call, self.tracked)
             if places is not None:
                 self.plan.places[self.position - 1] = places
@@ -238,8 +241,8 @@ class VotingWatch(Watch):
             raise PlanMismatch(f"{step.key} gives {tuple(output.shape)}")
         use = self._use(step, call)
         self.recomputes = self.recomputes or redirected
-        if self.plan.proven and step.on_samples and output.requires_grad and not redirected:
-            node = _lasting_node(output)
+        if self.hooks and step.on_samples and output.requires_grad and not redirected:
+            node = lasting_node(output)
             if node is not None:
                 use.shape = output.shape
                 node.register_prehook(use.see)
@@ -326,7 +329,7 @@ class VotingWatch(Watch):
 
     def _add(self, name: str, form: Form, votes: Tensor) -> None:
         if self.uses[name] == 1:
-            self._fold(form, votes)
+            self._fold(name, form, votes)
             return
         self.waiting[name].append((form, votes))
         if len(self.waiting[name]) == self.uses[name]:
@@ -336,9 +339,14 @@ class VotingWatch(Watch):
         """All uses of a weight are in."""
         uses, self.waiting[name] = self.waiting[name], []
         for form, votes in settle(uses, self.tally[name]):
-            self._fold(form, votes)
+            self._fold(name, form, votes)
 
-    def _fold(self, form: Form, votes: Tensor) -> None:
+    def _fold(self, name: str, form: Form, votes: Tensor) -> None:
+        if self.spot is not None:
+            self._count(form.only(self.spot.rows), self.spot.view(votes, name, self.tally[name]))
+        self._count(form, votes)
+
+    def _count(self, form: Form, votes: Tensor) -> None:
         if isinstance(form, Dense) and kernels.sees(form.values) and votes.is_contiguous():
             self.small.append((form, votes))
         else:
@@ -368,18 +376,6 @@ class VotingWatch(Watch):
 
 def _ignore(_: Sequence[Tensor], gradient: Tensor) -> None:
     """A tap that is there for its gradient to be asked for, not seen."""
-
-
-def _lasting_node(output: Tensor) -> Any:
-    """The graph node that sees the output's gradient, whatever is done to the output in place.
-
-    A view's own node leaves the graph then, and its base's stays: linear layers give views of products."""
-    if not output._is_view():
-        return output.grad_fn
-    base = output._base
-    assert base is not None
-    same = base.numel() == output.numel() and base.is_contiguous() and output.is_contiguous()
-    return base.grad_fn if same else None
 
 
 def _swapped(value: Any, source: Tracked) -> Any:

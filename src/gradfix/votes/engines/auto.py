@@ -1,7 +1,9 @@
 """engine="auto": the fastest engine that gives this model's votes, checked before it is trusted.
 
-The batched engine votes on the first and the last sample and the loop takes the same votes back; what is left must be
-rounding. The losses of the first batch as a whole must be those of its halves, or its samples depend on each other. The choice and its reason go into the notes of the votes.
+The batched engine votes on the first batch and counts its first and its last sample once more; the loop takes these votes
+back, and what is left must be rounding. The losses of the batch as a whole must be those of its halves, or its samples depend
+on each other. Where something is wrong, the batch is voted on again by the loop. The choice and its reason go into the
+notes of the votes.
 What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.identity import values_of
-from gradfix.votes.batched.engine import batched, computed_in, plan_for, prove
+from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
-from gradfix.votes.tally import Tally
+from gradfix.votes.tally import SpotCheck, Tally
 
 CHECKED_SAMPLES = 2
 MEMORY_SHARE = 0.8
@@ -44,32 +46,55 @@ class ChosenEngine:
 
 
 def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEngine:
-    """The engine for this model and kind of batch.
-
-    Unless it is the loop, it must yet see that samples have the same losses all together (`expected`)."""
+    """The engine that is to be tried for this model and kind of batch."""
     size = batch_size(batch)
     if size < CHECKED_SAMPLES:
         return ChosenEngine(loop, "engine loop: the first batch holds one sample.")
-    few = take(batch, torch.tensor([0, size - 1]))
     held = _allocated(tally)
-    trial = Tally(tally.parameters)
     try:
-        prove(model, loss, few, trial)
-        batched(model, loss, few, trial, record=False)
+        prepare(model, loss, ends(batch), tally)
     except NeedsLoop as reason:
         return ChosenEngine(loop, f"engine loop: {reason}.")
     except Exception as error:  # whatever a model does to the fast path, the loop still works
-        return ChosenEngine(loop, f"engine loop: batched failed with {type(error).__name__}: {error}.")
-    if trial.looped:
-        return ChosenEngine(loop, f"engine loop: {next(iter(trial.looped))}.")
-    bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES
-    wrong = disagreements(model, loss, few, trial)
-    if wrong:
-        name, share = max(wrong.items(), key=lambda item: item[1])
-        return ChosenEngine(
-            loop, f"engine loop: batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})."
-        )
+        return ChosenEngine(loop, f"engine loop: {_failed(error)}.")
+    bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES + _written_down(model, loss, batch, tally)
     return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
+
+
+def ends(batch: Batch) -> Batch:
+    """The samples that are compared, copied: models may ask for views that others in between would forbid."""
+    return take(batch, torch.tensor([0, batch_size(batch) - 1]))
+
+
+def fold_checked(
+    choice: ChosenEngine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor | None = None
+) -> str | None:
+    """Fold the first batch of a tally; where the engine cannot be trusted it is the loop that does it, and the reason is given."""
+    trial, size = Tally(tally.parameters), batch_size(batch)
+    trial.reserve(CHECKED_SAMPLES)
+    try:
+        choice.engine(model, loss, batch, tally, expected=expected, spot=SpotCheck(trial, (0, size - 1)))
+        if tally.looped:
+            return next(iter(tally.looped))
+        reason = _disagreement(model, loss, ends(batch), trial)
+    except Exception as error:
+        reason = _failed(error)
+    if reason is not None:
+        tally.clear()
+        loop(model, loss, batch, tally)
+    return reason
+
+
+def _failed(error: Exception) -> str:
+    return f"batched failed with {type(error).__name__}: {error}"
+
+
+def _disagreement(model: nn.Module, loss: Loss, few: Batch, trial: Tally) -> str | None:
+    wrong = disagreements(model, loss, few, trial)
+    if not wrong:
+        return None
+    name, share = max(wrong.items(), key=lambda item: item[1])
+    return f"batched disagrees on {len(wrong)} tensors, worst {name!r} ({share:.1%})"
 
 
 def remember(choice: ChosenEngine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
@@ -177,13 +202,29 @@ def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
     if room >= samples:
         return batched
 
-    def engine(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, *, expected: Tensor | None = None) -> None:
+    def engine(
+        model: nn.Module,
+        loss: Loss,
+        batch: Batch,
+        tally: Tally,
+        *,
+        expected: Tensor | None = None,
+        spot: SpotCheck | None = None,
+    ) -> None:
         for start in range(0, batch_size(batch), room):
             rows = slice(start, start + room)
             known = None if expected is None else expected[rows]
-            batched(model, loss, take(batch, rows), tally, expected=known)
+            some = None if spot is None else spot.within(start, start + room)
+            batched(model, loss, take(batch, rows), tally, expected=known, spot=some)
 
     return engine
+
+
+def _written_down(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> int:
+    """Bytes of a sample's gradients that no forward pass shows: those of weights made of others."""
+    plan = plan_for(model, loss, batch, tally)
+    names = {name for step in plan.steps if step.role == "derive" for name in step.roots} if plan is not None else set()
+    return sum(4 * tally.parameters[name].numel() for name in names) if tally.device.type == "cuda" else 0
 
 
 def _allocated(tally: Tally) -> int:

@@ -110,9 +110,8 @@ def one_sample(model: nn.Module) -> AbstractContextManager[Any]:
 class _Leftovers:
     """Tensors that passes leave on a model's modules, outside weights and buffers."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.passes = 0
-        self.before = [(module, _attributes(module)) for module in model.modules()]
+    def __init__(self, before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+        self.passes, self.before = 0, before
 
     def clear(self) -> None:
         self.passes += 1
@@ -166,13 +165,13 @@ def nothing_left_behind(model: nn.Module) -> Iterator[None]:
     """Every pass inside starts without what an earlier one left on the modules; so does the model's owner afterwards.
 
     What was kept before goes the way the model itself lets go of it: by a turn of `train`."""
-    everything = _Leftovers(model)
-    turning = [module for module in model.modules() if type(module).train is not nn.Module.train]
+    everything = _Leftovers([(module, _attributes(module)) for module in model.modules()])
+    turning = [module for module, _ in everything.before if type(module).train is not nn.Module.train]
     for mode in (True, False):
         for module in turning:
             if module.training is not mode:  # else its parent turned it
                 module.train(mode)
-    _LEFT[model] = _Leftovers(model)
+    _LEFT[model] = _Leftovers([(module, _attributes(module)) for module, _ in everything.before])
     try:
         yield
     finally:
