@@ -1,6 +1,6 @@
 """Another width, on real weights: a narrower encoder is made from a released one, and fine-tunes go there and back.
 
-    python -m benchmarks.other_width --fieldtest FOLDER [--work WORK] [--device cuda] [--jobs 6] [--distil 3000]
+    python -m benchmarks.other_width --fieldtest FOLDER [--work WORK] [--device cuda] [--jobs 6] [--distil 2000]
 
 FOLDER is that of `benchmarks.any_base`. The narrow encoder keeps 256 of 384 units, 8 of 12 heads and 1024 of 1536 hidden
 units of every layer, those with the largest weights, and then learns the wide one's sentence embeddings on texts that
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--fieldtest", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("other-width-work"))
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--distil", type=int, default=3000, help="steps of 64 texts")
+    parser.add_argument("--distil", type=int, default=2000, help="steps of 64 texts")
     parser.add_argument("--texts", type=int, default=100_000, help="at most so many")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args, more = parser.parse_known_args()

@@ -38,7 +38,7 @@ SIDES = ("base", "target", "base_tuned", "gradfix")
 def masks(ask: Questions) -> PaperTable:
     pair, shots = ask.suite.pairs[0], ask.grid.main[0]
     tasks = ask.suite.tasks(pair)
-    lines = {method: fixed_line(ask, pair, method) for method in ("zero_shot", "fine_tuned")}
+    lines = {name: fixed_line(ask, pair, name, paper.ONE_MODEL) for name in ("zero_shot", "fine_tuned")}
     for mask in ("agree", "force", "magnitude"):
         values = {task: [ask.measure("oracle_mask", pair=pair, task=task, mask=mask)["accuracy"]] for task in tasks}
         lines[f"oracle {mask}"] = Line(pair, f"oracle, {mask}", None, values, paper.masks(f"oracle {mask}"))

@@ -164,9 +164,10 @@ class Line:
         return mean([deviation(found) for found in self.values.values()])
 
 
-def fixed_line(ask: Questions, pair: str, method: str) -> Line:
+def fixed_line(ask: Questions, pair: str, method: str, model: str | None = None) -> Line:
+    """Beside it what the paper has for `model`, or for its model that the pair is set beside."""
     values = {task: [ask.fixed(pair, task, method)["accuracy"]] for task in ask.suite.tasks(pair)}
-    known = paper.accuracies(ask.suite.paper_model(pair), method)
+    known = paper.accuracies(model or ask.suite.paper_model(pair), method)
     return Line(pair, title(method), None, values, known, method)
 
 

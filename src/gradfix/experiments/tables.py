@@ -170,7 +170,7 @@ def merging(ask: Questions) -> PaperTable:
     pair, seed = ask.suite.pairs[0], ask.grid.seeds[0]
     shots = ask.grid.main[min(1, len(ask.grid.main) - 1)]
     tasks = ask.suite.tasks(pair)
-    zero = fixed_line(ask, pair, "zero_shot")
+    zero = fixed_line(ask, pair, "zero_shot", paper.ONE_MODEL)
     lines = {("tasks", "zero_shot", ""): zero}
     single = {
         "naive": {task: [ask.fixed(pair, task, "naive")["accuracy"]] for task in tasks},
@@ -198,7 +198,7 @@ def merging(ask: Questions) -> PaperTable:
         "a merge that only harms shows as the untouched target."
     ]
     if not ask.suite.source_tasks():
-        notes.append(f"the {ask.suite.name} suite has one source per task: several sources were not measured.")
+        notes.append(f"The {ask.suite.name} suite has one source per task: several sources were not measured.")
     return PaperTable(*accuracy_table(list(lines.values())), _merge_claims(lines, zero), notes=notes)
 
 
