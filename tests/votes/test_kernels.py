@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -18,6 +20,14 @@ def test_samples_are_cut_into_groups_that_count_in_eight_bits() -> None:
             assert groups >= 1
 
 
+@pytest.fixture
+def set_tf32() -> Iterator[Callable[[bool], None]]:
+    """Not by monkeypatch: the setting is no ordinary attribute, and cannot be taken away again."""
+    before = torch.get_float32_matmul_precision()
+    yield lambda on: torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.set_float32_matmul_precision(before)
+
+
 def test_without_a_device_the_caller_folds() -> None:
     left = torch.randn(2, 8, 64)
     assert not kernels.fold_product(left, left, torch.zeros(64, 64, dtype=torch.int8))
@@ -31,9 +41,9 @@ def test_without_a_device_the_caller_folds() -> None:
 @pytest.mark.parametrize("shape", [(7, 37, 96, 160), (130, 50, 256, 384), (5, 16, 64, 72), (3, 9, 10, 6)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_fold_exactly(
-    dtype: torch.dtype, tf32: bool, shape: tuple[int, int, int, int], transposed: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, tf32: bool, shape: tuple[int, int, int, int], transposed: bool, set_tf32: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
+    set_tf32(tf32)
     samples, tokens, rows, columns = shape
     torch.manual_seed(0)
     left = torch.randint(-2, 3, (samples, tokens, rows), device="cuda").to(dtype)
@@ -52,9 +62,9 @@ def test_products_fold_exactly(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("shape", [(7, 37, 96, 160), (130, 50, 256, 384), (3, 9, 10, 6)])
 def test_a_gradient_that_is_no_number_abstains_alone(
-    dtype: torch.dtype, value: float, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, value: float, shape: tuple[int, int, int, int], set_tf32: Callable[[bool], None]
 ) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    set_tf32(True)
     samples, tokens, rows, columns = shape
     torch.manual_seed(0)
     left = torch.randint(-2, 3, (samples, tokens, rows), device="cuda").to(dtype)
