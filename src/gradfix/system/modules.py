@@ -1,4 +1,4 @@
-"""A model is lent: whatever is done with it, it comes back as it was."""
+"""A model is lent: whatever is done with it, it comes back as it was. And the room there is for it on a device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+
+def device_room(device: torch.device) -> int:
+    """Bytes that this process may still take: what is free, and what it holds itself and does not use."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradfix.align.coordinates import Side, move
 from gradfix.errors import DataError, UsageError
-from gradfix.system.modules import restored
+from gradfix.system.modules import device_room, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
@@ -68,7 +68,7 @@ def _fits(bound: Bound) -> bool:
         return True
     count = sum(p.numel() for p in bound.model.parameters())
     need = count * (weight.dtype.itemsize * 2 + 8 + (4 if weight.dtype.itemsize < 4 else 0))
-    return need < 0.5 * torch.cuda.mem_get_info(weight.device)[0]
+    return need < 0.5 * device_room(weight.device)
 
 
 @dataclass(frozen=True)

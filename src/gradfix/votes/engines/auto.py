@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.identity import values_of
+from gradfix.system.modules import device_room
 from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
@@ -197,8 +198,7 @@ def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
     device = tally.device
     if device.type != "cuda" or bytes_per_sample <= 0:
         return batched
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    room = max(CHECKED_SAMPLES, int(MEMORY_SHARE * (free - torch.cuda.memory_allocated(device)) / bytes_per_sample))
+    room = max(CHECKED_SAMPLES, int(MEMORY_SHARE * device_room(device) / bytes_per_sample))
     if room >= samples:
         return batched
 
