@@ -16,7 +16,7 @@ from gradfix.votes.batched.engine import batched
 from gradfix.votes.batched.experts import Stacked
 from gradfix.votes.batched.forms import Dense, Form, OneByOne, Product, Sum, TableRows, Tied, combine, densify
 from gradfix.votes.batched.layers import RULES, Reshaped
-from gradfix.votes.batched.sample_rows import SampleLayout, candidates, explain
+from gradfix.votes.batched.sample_rows import Along, SampleLayout, candidates, explain, silence, speech
 from gradfix.votes.engines.loop import loop
 from gradfix.votes.tally import SpotCheck, Tally
 
@@ -218,14 +218,19 @@ def test_layouts_are_found_from_what_one_sample_reaches(shape: tuple[int, ...], 
         for sample in (1, 2):
             mask = torch.zeros(shape, dtype=torch.bool)
             layout.split(mask, samples)[sample] = True
-            seen.append(([sample], mask))
+            seen.append(([sample], spoken(mask, samples)))
         assert explain(candidates(shape[:-1], samples), samples, seen) == layout
 
 
+def spoken(gradient: Tensor, samples: int) -> Along:
+    return speech([silence(gradient.double(), samples)])[0]
+
+
 def test_mixed_samples_have_no_layout() -> None:
-    everywhere = torch.ones(3, 4, dtype=torch.bool)
+    everywhere, nowhere = (spoken(torch.full((3, 4), value), 3) for value in (1.0, 0.0))
     assert explain(candidates((3, 4), 3), 3, [([1], everywhere), ([2], everywhere)]) is None
-    assert explain([SampleLayout(0, 1)], 3, [([1], ~everywhere)]) == SampleLayout(0, 1)
+    assert explain([SampleLayout(0, 1)], 3, [([1], nowhere)]) == SampleLayout(0, 1)
+    assert explain([SampleLayout(0, 1)], 3, [([1], spoken(torch.full((3, 4), float("nan")), 3))]) is None
 
 
 @pytest.mark.parametrize(("block_bytes", "block_samples"), [(1, 3), (4096, 4), (2**20, 16)])

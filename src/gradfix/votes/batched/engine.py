@@ -37,11 +37,11 @@ from gradfix.votes.batched.sample_rows import (
     RowSums,
     behind,
     digit_base,
-    fetched,
     lone_samples,
     picked_rows,
     reach,
-    support,
+    silence,
+    speech,
     tags,
 )
 from gradfix.votes.batched.trace import VotingWatch
@@ -314,17 +314,17 @@ def _see_rows(watch: PlanningWatch, losses: Tensor, owned: bool) -> None:
         for group in lone_samples(count):
             only = torch.zeros_like(losses)
             only[group] = 1
-            turns.append((only, partial(_keep_support, group, count)))
+            turns.append((only, partial(_keep_silence, group, count)))
     for scale, look in turns:
         watch.look = look
         torch.autograd.grad(losses, [watch.anchor], scale, retain_graph=True, allow_unused=True)
-    masks = iter(fetched([mask for operation in watch.operations for _, mask in operation.seen]))
+    spoke = iter(speech([along for operation in watch.operations for _, along in operation.seen]))
     for operation in watch.operations:
-        operation.seen = [(group, next(masks)) for group, _ in operation.seen]
+        operation.seen = [(group, next(spoke)) for group, _ in operation.seen]
 
 
-def _keep_support(group: Sequence[int], samples: int, operation: Operation, gradient: Tensor) -> None:
-    operation.seen.append((group, support(gradient, samples)))
+def _keep_silence(group: Sequence[int], samples: int, operation: Operation, gradient: Tensor) -> None:
+    operation.seen.append((group, silence(gradient, samples)))
 
 
 def _known_plan(asked: BatchVote) -> PassPlan | None:

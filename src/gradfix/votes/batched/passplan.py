@@ -19,7 +19,17 @@ from torch import Tensor, nn
 from gradfix.votes.batched import experts, norms  # noqa: F401  their rules
 from gradfix.votes.batched.layers import Call, Rule, Samples, rule_for
 from gradfix.votes.batched.replay import COPIES, LOCAL, REPEAT, Local, out_of_place
-from gradfix.votes.batched.sample_rows import Layout, RowSums, candidates, digit_base, explain, explain_owned, owners
+from gradfix.votes.batched.sample_rows import (
+    Along,
+    Layout,
+    RowSums,
+    candidates,
+    digit_base,
+    explain,
+    explain_owned,
+    owners,
+    speaks,
+)
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -47,7 +57,7 @@ class Operation:
     node: Any = None
     reached: bool = True  # by the loss of some sample
     picked: bool = False  # behind rows that were picked by an index, whose owners another batch may change
-    seen: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+    seen: list[tuple[Sequence[int], Along]] = field(default_factory=list)
     beside: list[Operation] = field(default_factory=list)  # those on the same input
     sums: list[RowSums] = field(default_factory=list)
     base: int = 0  # of the digits that tell samples apart in `sums`
@@ -187,7 +197,7 @@ def _layout(operation: Operation, rule: Rule, call: Call, samples: int) -> Layou
     shape, seen = operation.output.shape, operation.seen
     allowed = [c for c in candidates(shape, samples) if rule.allows(call, c, shape)]
     if not operation.sums:
-        if not any(bool(mask.any()) for _, mask in seen):  # attention over one token asks queries and keys for nothing
+        if not any(speaks(along) for _, along in seen):  # attention over one token asks queries and keys for nothing
             seen = next((other.seen for other in operation.beside if _alike(other, shape)), seen)
         return explain(allowed, samples, seen)
     found = owners(operation.sums, samples, operation.base)
@@ -199,7 +209,7 @@ def _layout(operation: Operation, rule: Rule, call: Call, samples: int) -> Layou
 def _alike(other: Operation, shape: torch.Size) -> bool:
     """Whether the rows of another operation's output lie as those of an output of this shape."""
     output = other.output
-    return output is not None and output.shape[:-1] == shape[:-1] and any(bool(mask.any()) for _, mask in other.seen)
+    return output is not None and output.shape[:-1] == shape[:-1] and any(speaks(along) for _, along in other.seen)
 
 
 def read_call(

@@ -92,6 +92,7 @@ class OwnedRows:
 
 
 Layout = SampleLayout | OwnedRows
+Along = dict[int, Tensor]  # by dimension, something about each of its entries
 
 
 def owned(layout: Layout, size: int, samples: int) -> OwnedRows:
@@ -110,24 +111,30 @@ def candidates(shape: Sequence[int], samples: int) -> list[SampleLayout]:
 
 
 def explain(
-    layouts: Sequence[SampleLayout], samples: int, seen: Sequence[tuple[Sequence[int], Tensor]]
+    layouts: Sequence[SampleLayout], samples: int, seen: Sequence[tuple[Sequence[int], Along]]
 ) -> SampleLayout | None:
     """The first layout under which the gradient of each asked group of samples stays within their rows.
 
-    `seen` pairs a group with the mask of non-zero output gradients under the losses of that group alone. Where
+    `seen` pairs a group with where the output gradient is not zero under the losses of that group alone. Where
     nothing was seen, only the usual layout is believed."""
-    if not any(bool(mask.any()) for _, mask in seen):
+    if not any(speaks(along) for _, along in seen):
         return next((layout for layout in layouts if layout == SampleLayout(0, 1)), None)
     for layout in layouts:
-        if all(_inside(layout, mask, group, samples) for group, mask in seen):
+        if all(_inside(layout, along, group, samples) for group, along in seen):
             return layout
     return None
 
 
-def _inside(layout: SampleLayout, mask: Tensor, group: Sequence[int], samples: int) -> bool:
-    by_sample = layout.split(mask, samples).flatten(1).any(1)
-    by_sample[list(group)] = False
-    return not bool(by_sample.any())
+def speaks(along: Along) -> bool:
+    return any(bool(entries.any()) for entries in along.values())
+
+
+def _inside(layout: SampleLayout, along: Along, group: Sequence[int], samples: int) -> bool:
+    entries = along.get(layout.dim)
+    if entries is None or len(entries) != samples * layout.rows:
+        return False
+    by_sample = layout.moved(0).split(entries, samples).flatten(1).any(1).tolist()
+    return not any(spoke and sample not in group for sample, spoke in enumerate(by_sample))
 
 
 def lone_samples(samples: int) -> list[list[int]]:
@@ -195,19 +202,20 @@ def explain_owned(
     return next((layout for layout in irregular if allows(layout)), None)
 
 
-def support(gradient: Tensor, samples: int) -> Tensor:
-    """Where a gradient is not zero; dimensions that cannot hold the samples are reduced to one entry."""
-    silent = gradient == 0
-    others = tuple(dim for dim, size in enumerate(silent.shape) if size % samples)
-    return ~(silent.all(others, keepdim=True) if others else silent)
+def silence(gradient: Tensor, samples: int) -> Along:
+    """Along every dimension that can hold the samples, the entries that are zero throughout."""
+    zero, dims = gradient == 0, range(gradient.ndim)
+    others = {dim: tuple(other for other in dims if other != dim) for dim in dims if gradient.shape[dim] % samples == 0}
+    return {dim: zero.all(rest) if rest else zero for dim, rest in others.items()}
 
 
-def fetched(masks: Sequence[Tensor]) -> list[Tensor]:
-    """The same on the CPU: their device is waited for once."""
-    if not any(mask.is_cuda for mask in masks):
-        return list(masks)
-    parts = torch.cat([mask.flatten() for mask in masks]).cpu().split([mask.numel() for mask in masks])
-    return [part.view(mask.shape) for part, mask in zip(parts, masks)]
+def speech(silences: Sequence[Along]) -> list[Along]:
+    """The entries that are not, on the CPU: a device is waited for once."""
+    parts = [part for along in silences for part in along.values()]
+    if not parts:
+        return list(silences)
+    found = iter((~torch.cat(parts)).cpu().split([len(part) for part in parts]))
+    return [{dim: next(found) for dim in along} for along in silences]
 
 
 def keeps_rows(func: Any, args: Sequence[Any], samples: int, depends: Callable[[Tensor], bool]) -> bool:
