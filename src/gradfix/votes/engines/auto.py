@@ -9,6 +9,7 @@ What was found out holds for later calls with the same model, loss and kind of b
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from weakref import WeakMethod, ref
@@ -33,7 +34,7 @@ ALLOWED_16 = 0.25
 NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64, torch.float32)}
 NOISE_16 = (0.01, 0.05)
 MEANINGLESS = 100  # among votes of two samples
-TOGETHER = 2**22  # entries whose signs are taken back at once: small tensors cost launches, not sums
+TOGETHER = 2**23  # entries whose signs are taken back at once: small tensors cost launches, not sums
 AGREES = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
 
 
@@ -154,8 +155,9 @@ class _TakingBack:
     def heights(self) -> dict[str, float]:
         """Of every tensor, its largest gradient in any sample."""
         largest: dict[str, float] = {}
-        for names, highest in self.found:
-            for name, height in zip(names, highest.tolist()):
+        told = values_of([highest for _, highest in self.found])
+        for (names, _), heights in zip(self.found, told):
+            for name, height in zip(names, heights):
                 largest[name] = max(largest.get(name, height), height)
         return largest
 
@@ -187,10 +189,29 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
 
 def _left(trial: Tally) -> dict[str, tuple[int, int]]:
     """Per tensor, the votes that were not taken back, and how many of them mean nothing."""
-    names = [name for name, _ in trial.items()]
-    left = values_of([torch.count_nonzero(votes) for _, votes in trial.items()])
-    untold = values_of([torch.count_nonzero(votes >= MEANINGLESS // 2) for _, votes in trial.items()])
-    return {name: (*some, *none) for name, some, none in zip(names, left, untold)}
+    names, left, untold = list[str](), list[Tensor](), list[Tensor]()
+    for some in _together(trial):
+        votes = [trial[name].view(-1) for name in some]
+        flat, sizes = torch.cat(votes), [len(own) for own in votes]
+        names += some
+        left += torch._foreach_norm((flat != 0).float().split(sizes), 1)  # sums, in a few launches
+        untold += torch._foreach_norm((flat >= MEANINGLESS // 2).float().split(sizes), 1)
+    counts = zip(names, values_of(left), values_of(untold))
+    return {name: (round(some), round(none)) for name, (some,), (none,) in counts}
+
+
+def _together(trial: Tally) -> Iterator[list[str]]:
+    """Names of tensors on one device that are looked at at once."""
+    some, entries = list[str](), 0
+    for name, votes in trial.items():
+        if some and (entries + votes.numel() > TOGETHER or votes.device != trial[some[0]].device):
+            yield some
+            some, entries = [], 0
+        if votes.numel():
+            some.append(name)
+            entries += votes.numel()
+    if some:
+        yield some
 
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
