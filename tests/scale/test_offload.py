@@ -16,7 +16,8 @@ from gradfix.commands.vote import run_vote
 from gradfix.errors import CorruptInput, UnsafeResult, UsageError
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.votes.collect import collect, collect_votes
-from gradfix.votes.distributed.offload import OnDisk, canonical_names, load_offloaded
+from gradfix.votes.distributed.offload import canonical_names, load_offloaded
+from gradfix.votes.distributed.ondisk import OnDisk
 from tiny import IMAGE_LABELS, TEXT_LABELS, save_tiny, toy_images, toy_texts, write_rows
 
 heal_torchvision()

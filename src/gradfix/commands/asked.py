@@ -16,6 +16,8 @@ from gradfix.methods.methods import METHODS
 from gradfix.methods.trained import is_turned
 from gradfix.registry import unknown
 from gradfix.tasks.base import TASKS
+from gradfix.tasks.reading import AnswerTask
+from gradfix.training.free_text import FULL, LORA
 from gradfix.vectors.masks import MASKS
 
 DEFAULT = "best"
@@ -92,6 +94,16 @@ def refuse_odd_task(config: TransportConfig) -> TransportConfig:
     task = TASKS[config.task]
     if config.keep_index and config.task != "embedding":
         raise UsageError("--keep-index is for --task embedding: other models have no index to keep.")
+    if config.offload is not None:
+        if not issubclass(task, AnswerTask):
+            raise UsageError(
+                "--offload is for --task causal and seq2seq; other models are moved in memory: leave it out."
+            )
+        if config.train == FULL:
+            raise UsageError(
+                "--offload leaves the weights on disk, and --train full changes them all: give --train lora."
+            )
+        config = replace(config, train=LORA)
     if config.data != config.unlabelled:
         return config
     if not task.takes_bare:
@@ -143,6 +155,17 @@ def _refuse_strays(config: TransportConfig, run: Masked) -> None:
             raise UsageError(f"--mask {run.mask} reads no --{name} ({', '.join(able)} would): leave it out.")
     if config.votes is not None and "vote" in given(config):
         raise UsageError(f"--votes {config.votes} holds votes already taken: leave --vote out.")
+
+
+def refuse_large(wanted: Asked) -> None:
+    """Models larger than memory are moved by the recipe alone."""
+    if wanted.name == DEFAULT:
+        return
+    for option in ("sharded", "offload"):
+        if getattr(wanted.config, option):
+            raise UsageError(
+                f"--{option} is for --method best; votes for other methods are taken by `gradfix vote --{option}`."
+            )
 
 
 def refuse_apart(wanted: Asked, trio: Trio) -> None:

@@ -41,6 +41,8 @@ SEEDS: dict[str, Any] = {"least": -(2**63), "most": 2**64 - 1}  # what torch's g
 METHODS = "gradfix.methods.methods:METHODS"
 ENGINE = "Vote engine; auto takes the fastest that the model allows."
 SPLIT = "Split the model over the processes: for models that no device holds."
+OFFLOAD = "One device, model larger than memory: folder for weights that do not fit."
+MAX_MEMORY = "With --offload: memory the weights may take, as 20GiB."
 PROCESSES = "Processes that share scores, votes and training steps (torchrun brings its own)."
 AUTO_BATCH = "When memory runs out, start again with half the batch; the batch used is recorded."
 DUPLICATES = "Examples that stand in train and in test: take them out of train, or of test, instead of refusing them."
@@ -118,18 +120,13 @@ class TrioOptions:
     head: str = option("A head only the fine-tune has: error, copy or skip.", "error")
     strict: bool = option("Refuse tensors that not all three checkpoints share.", False)
     align: str = option("Permute the task vector to the target first, or none.", "none", choices="gradfix:ALIGNERS")
-    train: str = option(
-        "Open answers, --method best: train a lora beside the weights, the full weights, or auto (full where it fits).",
-        "auto",
-    )
+    train: str = option("Open answers, --method best: train a lora, full weights or auto (full where it fits).", "auto")
     answer_tokens: int | None = option(
         "Open answers: longest answer of the old fine-tune (default: by the labelled ones).", least=1
     )
     prompts: int = option("Open answers: how many prompts the old fine-tune is asked.", 512, least=1)
     lessons: int = option("Open answers: optimiser steps on its answers.", 240, least=1)
-    general: str | None = option(
-        "Open answers: texts outside the task, to measure forgetting on (default: the new base writes some)."
-    )
+    general: str | None = option("Open answers: texts outside the task to measure forgetting (or it writes some).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +141,8 @@ class VoteConfig(ShotOptions):
     sharded: bool = option(SPLIT, False)
     replicas: int = option("With --sharded: how many times the processes hold the whole model.", 1, least=1)
     recompute: bool = option("With --sharded: keep no activations inside layers, compute them twice.", False)
-    offload: str | None = option("One device, model larger than memory: folder for weights that do not fit.")
-    max_memory: str | None = option("With --offload: memory the weights may take, as 20GiB.")
+    offload: str | None = option(OFFLOAD)
+    max_memory: str | None = option(MAX_MEMORY)
     resume: bool = option("Go on from an interrupted vote with the same settings.", True)
     dry_run: bool = option(DRY_RUN, False)
 
@@ -201,6 +198,8 @@ class TransportConfig(TrioOptions, ShotOptions):
     force: bool = option("Go on where a check would refuse.", False)
     processes: int = option(PROCESSES, 1, least=1)
     sharded: bool = option(f"{SPLIT} With --method best.", False)
+    offload: str | None = option(f"{OFFLOAD} With --method best --train lora.")
+    max_memory: str | None = option(MAX_MEMORY)
     dry_run: bool = option(DRY_RUN, False)
 
 

@@ -180,6 +180,8 @@ def among_processes(run: Run[Result]) -> Run[Result]:
         plain = tuple(one for one in more if not callable(one))  # who is told on the way stays here
         if getattr(config, "sharded", False) and config.processes < 2 and not launched():
             raise UsageError("--sharded splits the model over processes: give --processes N, or start with torchrun.")
+        if getattr(config, "offload", None) is not None and (config.processes > 1 or launched()):
+            raise UsageError("--offload is for one process; several processes split the model with --sharded.")
         if launched():
             return _as_rank((run, config, plain))
         if config.processes < 2 or getattr(config, "dry_run", False):

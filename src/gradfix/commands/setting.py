@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from gradfix._compat import heal_torchvision
 from gradfix.checkpoints.trio import Trio
-from gradfix.checkpoints.write import torch_dtype
+from gradfix.checkpoints.write import locked, make_parent, torch_dtype
 from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions, TransportConfig, given
 from gradfix.commands.guard import release
 from gradfix.data import (
@@ -26,7 +28,7 @@ from gradfix.data import (
     without_overlap,
 )
 from gradfix.data.files import Spelling
-from gradfix.errors import DataError, IncompatibleCheckpoints, UsageError
+from gradfix.errors import DataError, IncompatibleCheckpoints, OutputError, UsageError
 from gradfix.methods.opening import open_tuned
 from gradfix.tasks.base import TASKS, Bound, Task
 from gradfix.tasks.scoring import mean_loss
@@ -77,6 +79,57 @@ def device_of(name: str | None) -> str:
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UsageError(f"device {name!r} is not available on this machine.") from None
     return name
+
+
+def room_for_weights(options: Any) -> dict[int | str, int] | None:
+    """What --max-memory gives to weights, by the name of the device; None where nobody said."""
+    from accelerate.utils.modeling import convert_file_size_to_int
+
+    if options.max_memory is None:
+        return None
+    try:
+        size = convert_file_size_to_int(options.max_memory)
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise UsageError(f"--max-memory must be a size such as 20GiB or 500MB, got {options.max_memory!r}.")
+    return {_place(options): size}
+
+
+def _place(options: Any) -> int | str:
+    device = torch.device(device_of(options.device))
+    return "cpu" if device.type == "cpu" else device.index or 0
+
+
+@contextmanager
+def offload_folder(options: Any) -> Iterator[Path]:
+    """The folder of --offload, held: another run would overwrite the weights that this one reads."""
+    folder = Path(options.offload)
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} is a file; give a folder for the weights that do not fit as --offload.")
+    make_parent(folder)
+    with locked(folder):
+        yield folder
+
+
+@contextmanager
+def weights_on_disk(options: Any) -> Iterator[None]:
+    """With --offload every model that is opened inside stays on disk. Two are open at a time, and share what there is."""
+    if options.offload is None:
+        if options.max_memory is not None:
+            raise UsageError(
+                "--max-memory says how much of the weights --offload keeps in memory: give --offload FOLDER."
+            )
+        yield
+        return
+    from accelerate.utils import get_max_memory
+
+    from gradfix.tasks.loading import left_on_disk
+
+    place = _place(options)
+    room = room_for_weights(options) or {place: get_max_memory()[place] // 2}  # the other half is for passes
+    with offload_folder(options) as folder, left_on_disk(folder, {place: room[place] // 2}):
+        yield
 
 
 def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:

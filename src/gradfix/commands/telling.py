@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradfix.commands.configs import CompareConfig, TransportConfig, given
-from gradfix.commands.setting import Shots, read_unlabelled
+from gradfix.commands.setting import Prepared, Shots, read_unlabelled
 from gradfix.errors import UsageError
 from gradfix.methods.speaking import SHOWN, SpokenFigures, prompt_text
 from gradfix.methods.trial import Trial
@@ -46,6 +46,14 @@ def refuse_strays(config: TransportConfig | CompareConfig, bound: Bound) -> None
         if name in given(config) and not speaks(bound):
             word = name.replace("_", "-")
             raise UsageError(f"--{word} is for open answers, and this task has a closed label set: leave it out.")
+
+
+def refuse_closed(config: TransportConfig, start: Prepared) -> None:
+    if config.offload is not None and start.dataset.labels:
+        raise UsageError(
+            "--offload is for open answers, and this data has a closed label set: leave it out, or give several devices "
+            "with --processes N --sharded."
+        )
 
 
 class Telling:

@@ -19,7 +19,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import check_space, refuse_inside, refuse_occupied, torch_dtype
-from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart, refuse_odd_task
+from gradfix.commands.asked import DEFAULT, SPELLED, Asked, asked, refuse_apart, refuse_large, refuse_odd_task
 from gradfix.commands.configs import TransportConfig, given
 from gradfix.commands.guard import among_processes, halving_batches, in_notes, refuse_broken, refuse_risen, sole_writer
 from gradfix.commands.page import Along, TransportResult, write_page
@@ -32,8 +32,9 @@ from gradfix.commands.setting import (
     refuse_swapped,
     setting,
     unseen_unlabelled,
+    weights_on_disk,
 )
-from gradfix.commands.telling import Telling
+from gradfix.commands.telling import Telling, refuse_closed
 from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothing, refuse_other_bound
 from gradfix.commands.vote import on_disk, require_target
 from gradfix.errors import DataError, GradfixError, UsageError
@@ -77,12 +78,9 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         verdict = read_verdict(config, trio)
         wanted = asked(replace(config, verdict=None, shots=verdict["shots"]), verdict["method"])
     assert wanted is not None
+    refuse_large(wanted)
     refuse_apart(wanted, trio)
     config = wanted.config
-    if config.sharded and wanted.name != DEFAULT:
-        raise UsageError(
-            "--sharded is for --method best; votes for other methods are taken by `gradfix vote --sharded`."
-        )
     twice = refuse_itself(trio, config.force)
     out = Path(config.out)
     refuse_inside(out, [c.path for c in trio.sources.values() if c.path is not None])
@@ -91,6 +89,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
         check_space(out.parent, trio.target.nbytes)  # better known before the work than after
     stage("reading examples")
     start = setting(config)
+    refuse_closed(config, start)
     shots = draw(start, config, config.validation, config.base)
     config = replace(config, shots=shots.per_class, allow_fewer=shots.allow_fewer)
     wanted = replace(wanted, config=config)
@@ -99,7 +98,7 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
     if config.report and not shots.test:
         raise DataError(f"--report needs test examples, and {config.data} has no test split.")
     shots = replace(shots, notes=(*twice, *shots.notes))
-    with sole_writer(config):
+    with sole_writer(config), weights_on_disk(config):
         if config.check and not config.force and shots.fewshot:
             stage("checking that the fine-tune beats its base")
             refuse_swapped(config, start, shots, trio)
@@ -107,7 +106,8 @@ def run_transport(config: TransportConfig, stage: Stage = lambda _: None) -> Tra
 
 
 def nothing_of(bound: Bound) -> TaskVector:
-    return TaskVector({name: torch.zeros_like(p) for name, p in bound.model.named_parameters()})
+    nothing = torch.zeros(())  # of any shape, and takes no memory
+    return TaskVector({name: nothing.expand(p.shape) for name, p in bound.model.named_parameters()})
 
 
 class _Transport:
@@ -297,8 +297,10 @@ class _Transport:
         """What an output does besides: it adds the task's files, and where writing rounds, it is measured as written."""
         target, config = self.trio.target, self.config
         coarser = adapter or rounds(target, config.out_dtype, torch_dtype(dtype_of(config)))
-        if coarser and current().in_step:
-            self.notes.append("measured before it was rounded for writing: a split model is not read back.")
+        if coarser and (current().in_step or config.offload is not None):
+            self.notes.append(
+                "measured before it was rounded for writing: a split or offloaded model is not read back."
+            )
             coarser = False
 
         def look(folder: Path) -> None:

@@ -23,10 +23,10 @@ from gradfix.checkpoints.open import Checkpoint, open_checkpoint
 from gradfix.checkpoints.write import discard, locked, make_parent, refuse_odd_file
 from gradfix.commands.configs import VoteConfig
 from gradfix.commands.guard import guard_outputs, halving_batches, in_notes
-from gradfix.commands.setting import Prepared, device_of, draw, setting
+from gradfix.commands.setting import Prepared, draw, offload_folder, room_for_weights, setting
 from gradfix.data import Row
 from gradfix.data.rows import exact_hash
-from gradfix.errors import IncompatibleCheckpoints, OutputError, UsageError
+from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.system.processes import Group, Step, in_processes, joined, launched, report, together
 from gradfix.tasks.base import Bound, Task
 from gradfix.vectors.signvotes import SignVotes, votes_to_disk
@@ -159,13 +159,8 @@ class OffloadedVote(Vote):
     def open(self, start: Prepared) -> Bound:
         from gradfix.votes.distributed.offload import load_offloaded
 
-        device, limit = device_of(self.config.device), _size(self.config.max_memory)
-        limits = None if limit is None else {"cpu" if device == "cpu" else 0: limit}
-        folder = Path(str(self.config.offload))
-        if folder.exists() and not folder.is_dir():
-            raise OutputError(f"{folder} is a file; give a folder for the weights that do not fit as --offload.")
-        make_parent(folder)
-        self.held.enter_context(locked(folder))  # another vote would overwrite the weights this one reads
+        limits = room_for_weights(self.config)
+        folder = self.held.enter_context(offload_folder(self.config))
         bound, self.model = _open_built(
             start, self.config, "--offload", lambda make, source: load_offloaded(make, source, folder, limits)
         )
@@ -173,7 +168,7 @@ class OffloadedVote(Vote):
         return bound
 
     def collect(self, bound: Bound, batches: Batches, asked: str, origin: Mapping[str, Any]) -> Any:
-        from gradfix.votes.distributed.offload import OnDisk
+        from gradfix.votes.distributed.ondisk import OnDisk
 
         target = open_checkpoint(self.config.target)
         identity = repr(("offload", target.identity() or target.fingerprint(), asked, origin))
@@ -252,34 +247,20 @@ def _open_built(
     start: Prepared, config: VoteConfig, option: str, build: Callable[[Callable[[], nn.Module], Checkpoint], Any]
 ) -> tuple[Bound, Any]:
     """The target with a model of `build` in place of its own loader's, and what `build` gave."""
-    from gradfix.tasks.loading import BUILDER
+    from gradfix.tasks.loading import Builder, building
 
     built: list[Any] = []
 
-    def builder(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
+    def make_known(make: Callable[[], nn.Module], checkpoint: Checkpoint) -> nn.Module:
         built.append(build(make, checkpoint))
         model: nn.Module = built[-1].model
         return model
 
-    token = BUILDER.set(builder)
-    try:
+    with building(Builder(make_known)):
         bound = start.open(config.target)
-    finally:
-        BUILDER.reset(token)
     if len(built) != 1:
         raise UsageError(f"{option} knows transformers models only, not those of {config.target}.")
     return bound, built[0]
-
-
-def _size(text: str | None) -> str | None:
-    from accelerate.utils.modeling import convert_file_size_to_int
-
-    try:
-        if text is not None and convert_file_size_to_int(text) < 1:
-            raise ValueError(text)
-    except ValueError:
-        raise UsageError(f"--max-memory must be a size such as 20GiB or 500MB, got {text!r}.") from None
-    return text
 
 
 def asked_of(task: Task, bound: Bound) -> str:

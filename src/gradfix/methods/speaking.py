@@ -19,6 +19,7 @@ from gradfix.methods.search import Score, View
 from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.methods.yardsticks import had
+from gradfix.system.modules import offloaded
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.loading import ADAPTER_CONFIG
 from gradfix.tasks.phrases import phrase_figures, spoken
@@ -93,7 +94,7 @@ def factors_of(trio: Trio, bound: Bound) -> LowRank | None:
 
 def heavy(bound: Bound) -> bool:
     """Whether two models of this size are not held on one device."""
-    return sum(p.numel() * p.element_size() for p in bound.model.parameters()) > LARGE
+    return offloaded(bound.model) or sum(p.numel() * p.element_size() for p in bound.model.parameters()) > LARGE
 
 
 def is_adapter(tuned: Source) -> bool:

@@ -31,10 +31,10 @@ from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.costs import Work
 from gradfix.training.distil import Lesson, Teaching, can_teach
 from gradfix.training.finetuning import cooling, finetune, fitting_rate, tune
+from gradfix.training.lowrank import moved_by
 from gradfix.training.relations import Relations
 from gradfix.training.starts import COORDINATES, Start as Walked, best_start, in_coordinates, probe_of
 from gradfix.training.steps import change
-from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 
@@ -294,8 +294,7 @@ def scored(trial: Trial, support: Support, make: Start) -> Score | None:
 def _pooled(trial: Trial, support: Support, make: Start) -> Score:
     scores = []
     for view in support.views():
-        with dialled(trial.model, make(view)) as dial:
-            dial.turn(1.0)
+        with moved_by(trial.model, make(view), 1.0):
             scores.append(trial.score(view.held))
     return total(scores)
 

@@ -143,7 +143,8 @@ class Trial:
         self.notes += [note for note in left_alone(mapped, still) if note not in self.notes]
         for name, parameter in names.items():
             if name in mapped and name not in still:  # a tied weight goes by several names, and moves once
-                own.setdefault(first[id(parameter)], mapped[name].to(parameter.device))
+                delta = mapped[name] if parameter.is_meta else mapped[name].to(parameter.device)
+                own.setdefault(first[id(parameter)], delta)
         return TaskVector(own)
 
     @property

@@ -24,6 +24,7 @@ from gradfix.checkpoints.hashes import file_hashes
 from gradfix.checkpoints.lora import factored_norm
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint, Source, open_checkpoint
+from gradfix.checkpoints.weights import Renamed
 from gradfix.checkpoints.write import refuse_inside, save_tensors, staged_folder, write_manifest
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.stream.card import card
@@ -40,10 +41,9 @@ LINEAR, TURNED, TABLE, CONVOLUTION = "linear", "conv1d", "embedding", "convoluti
 class LoraResult:
     """Low-rank factors of an update, and how much of it they hold.
 
-    `factors[name] = (left, right)` with the update of that tensor close to `left @ right`; `energy` is the
-    share of the squared norm that survives, per tensor; `whole` are tensors kept as they are, and
-    `dropped` maps each tensor that no adapter can hold to its share of the whole update's energy. `saved` are the
-    parameters of the model, by module name, that the folder holds in full."""
+    `factors[name] = (left, right)` with the update of that tensor close to `left @ right`; `energy` is the share of
+    the squared norm that survives, per tensor; `whole` are tensors kept as they are, and `dropped` maps each tensor
+    that no adapter can hold to its share of the whole energy. `saved` are parameters of the model that the folder has in full."""
 
     rank: int
     factors: dict[str, tuple[Tensor, Tensor]]
@@ -229,8 +229,8 @@ def save_lora(
     kinds = ("transported", "copied", "skipped")
     report = StreamReport(
         out, counts["transported"], counts["copied"], counts["skipped"], own["facts"].get("kept", 1.0), 1.0,
-        own["facts"]["norm_ratio"] if "norm_ratio" in own["facts"] else _size(result, model), tensors=fates,
-        notes=tuple(notes),
+        own["facts"]["norm_ratio"] if "norm_ratio" in own["facts"] else _size(result, model, Renamed(goal, disk)),
+        tensors=fates, notes=tuple(notes),
     )  # fmt: skip
     with staged_folder(out, overwrite=output.overwrite) as staging:
         save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
@@ -262,9 +262,9 @@ def save_lora(
     return report
 
 
-def _size(result: LoraResult, model: nn.Module) -> float:
-    """The update's norm beside that of the weights it changes."""
-    weights = (p.detach() for n, p in model.named_parameters() if n in result.shapes)
+def _size(result: LoraResult, model: nn.Module, stored: Checkpoint) -> float:
+    """The update's norm beside that of the weights it changes; of placeholders the file tells."""
+    weights = (stored.read(n) if p.is_meta else p.detach() for n, p in model.named_parameters() if n in result.shapes)
     size, whole = (sum(float(t.double().square().sum()) for t in some) for some in (weights, result.whole.values()))
     return float(((factored_norm(result.factors) ** 2 + whole) / size) ** 0.5) if size else 0.0
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,22 @@ def device_room(device: torch.device) -> int:
     """Bytes that this process may still take: what is free, and what it holds itself and does not use."""
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + held
+
+
+@dataclass(frozen=True)
+class LeftOnDisk:
+    """For every name of a weight the first name of the same tensor, and by what its files are known again."""
+
+    ties: dict[str, str]
+    identity: str
+
+
+ON_DISK: WeakKeyDictionary[nn.Module, LeftOnDisk] = WeakKeyDictionary()
+
+
+def offloaded(model: nn.Module) -> bool:
+    """Whether the weights of this model come from disk whenever they are needed."""
+    return model in ON_DISK
 
 
 @contextmanager

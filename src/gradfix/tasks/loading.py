@@ -5,6 +5,7 @@ error that names the tensor. No code from a checkpoint runs unless `trust_remote
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,14 @@ WRONG_TASK = (
 )
 
 
-Builder = Callable[[Callable[[], nn.Module], Checkpoint], nn.Module]
+@dataclass(frozen=True)
+class Builder:
+    """Makes a model of its config's empty one and a checkpoint; `wears`: also of one that an adapter or a file is put on."""
+
+    build: Callable[[Callable[[], nn.Module], Checkpoint], nn.Module]
+    wears: bool = False
+
+
 # Set while a model is to be put together in another way than whole, in one process.
 BUILDER: ContextVar[Builder | None] = ContextVar("builder", default=None)
 
@@ -213,7 +221,7 @@ def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> L
     """The config's model from `builder`, which fills it itself and refuses what is missing."""
     from transformers import AutoConfig
 
-    if home.source != home.folder:
+    if home.source != home.folder and not builder.wears:
         raise UsageError(f"{home} is an adapter or a bare file; a sharded model is read from the folder of a full one.")
 
     trust = home.trust_remote_code
@@ -230,7 +238,7 @@ def _built(builder: Builder, auto: Any, home: Home, config: dict[str, Any]) -> L
         _plain_experts(model, home.dtype)
         return model
 
-    return Loaded(builder(make, open_checkpoint(home.folder)), [], [])
+    return Loaded(builder.build(make, open_checkpoint(home.source, base=home.folder)), [], [])
 
 
 @contextmanager
@@ -243,10 +251,30 @@ def split_over(group: Group, device: str) -> Iterator[None]:
     from gradfix.votes.distributed.build import build_for_lessons
 
     mesh = init_device_mesh(torch.device(device).type, (group.size,), mesh_dim_names=("shard",))
-    token = BUILDER.set(lambda make, source: build_for_lessons(make, source, mesh, device))
+    builder = Builder(lambda make, source: build_for_lessons(make, source, mesh, device))
+    with building(builder), sharing(replace(group, in_step=True)):
+        yield
+
+
+@contextmanager
+def left_on_disk(folder: Path, max_memory: Mapping[int | str, int]) -> Iterator[None]:
+    """Every model that is opened inside stays on disk, but for what `max_memory` has room for; each has its part of the
+    folder."""
+    from gradfix.votes.distributed.offload import load_offloaded
+
+    def build(make: Callable[[], nn.Module], source: Checkpoint) -> nn.Module:
+        own = hashlib.sha256(str(source.path).encode()).hexdigest()[:16]
+        return load_offloaded(make, source, folder / own, max_memory).model
+
+    with building(Builder(build, wears=True)):
+        yield
+
+
+@contextmanager
+def building(builder: Builder) -> Iterator[None]:
+    token = BUILDER.set(builder)
     try:
-        with sharing(replace(group, in_step=True)):
-            yield
+        yield
     finally:
         BUILDER.reset(token)
 

@@ -22,7 +22,7 @@ from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.checkpoints.slices import whole
 from gradfix.data.rows import question
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import ON_DISK, left_as_it_was, offloaded
 from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.tasks.reading import AnswerBound, Posed
@@ -337,10 +337,13 @@ class _Book:
             )
 
     def _key(self) -> str:
-        """Prompts, what is asked, and the teacher: by its settings and a few of its weights."""
+        """Prompts, what is asked, and the teacher: by its settings and a few of its weights, or the files they are in."""
         digest = hashlib.sha256(repr((self.asking, self.longest, self.seed, self.teacher.asked())).encode())
         for prompt in self.prompts:
             digest.update(json.dumps([prompt.example, prompt.source, prompt.said], default=str).encode())
+        if offloaded(self.teacher.model):
+            digest.update(ON_DISK[self.teacher.model].identity.encode())
+            return digest.hexdigest()
         for weight in self.teacher.model.parameters():
             digest.update(whole(weight.detach()).flatten()[:64].double().cpu().numpy().tobytes())
         return digest.hexdigest()

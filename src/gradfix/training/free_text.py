@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradfix.align.coordinates import Side, move
 from gradfix.errors import DataError, UsageError
-from gradfix.system.modules import device_room, restored
+from gradfix.system.modules import device_room, offloaded, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
@@ -55,7 +55,7 @@ class Speech:
     def trains(self, bound: Bound) -> str:
         if self.train != AUTO:
             return self.train
-        return LORA if self.adapter is not None or not _fits(bound) else FULL
+        return LORA if self.adapter is not None or offloaded(bound.model) or not _fits(bound) else FULL
 
     def at(self, stage: str) -> Path | None:
         return None if self.kept is None else self.kept.with_name(f"{self.kept.name}.{stage}")

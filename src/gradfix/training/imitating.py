@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import left_as_it_was, offloaded
 from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.tasks.reading import AnswerBound, Posed
@@ -290,6 +290,12 @@ def _digest(course: Course) -> str:
 @contextmanager
 def recomputing(model: Any, wanted: bool) -> Iterator[None]:
     """No activations are kept inside layers. Only the layers themselves are told that they train: dropout stays off."""
+    if wanted and offloaded(model):
+        from gradfix.votes.distributed.offload import recomputed
+
+        with recomputed(model):
+            yield
+        return
     if not wanted or not getattr(model, "supports_gradient_checkpointing", False):
         yield
         return

@@ -16,6 +16,7 @@ from gradfix.checkpoints.lora import factored_norm
 from gradfix.checkpoints.slices import is_split, on_the_leader
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.stream.lora_out import LINEAR, TURNED, LoraResult, layer_kinds, truncated
+from gradfix.system.modules import offloaded
 from gradfix.system.processes import current
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
@@ -92,32 +93,34 @@ def adapted(model: nn.Module, rank: int) -> Iterator[Adapted]:
         for name, kind in kinds.items()
         if kind in (LINEAR, TURNED) and model.get_submodule(name.removesuffix(".weight")) is not last
     ]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     modules = {path: model.get_submodule(path) for path in paths}
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=paths, lora_dropout=0.0, bias="none")
     try:
-        with _shown_whole(modules.values()):
-            inject_adapter_in_model(config, model)
-        for parameter, _ in flags:
+        for parameter in model.parameters():
             parameter.requires_grad_(False)
+        with _shown_whole(modules.values(), next(model.parameters()).device):
+            inject_adapter_in_model(config, model)
         yield Adapted(model, rank, paths)
     finally:
         for path, module in modules.items():
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, module)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
+        for name, flag in flags.items():
+            model.get_parameter(name).requires_grad_(flag)
         for leftover in ("peft_config", "active_adapter"):
             if hasattr(model, leftover):
                 delattr(model, leftover)
 
 
 @contextmanager
-def _shown_whole(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """peft takes a weight in slices for a narrower layer: it is shown the shape of the whole, which takes no memory."""
-    split = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None and is_split(p)]
+def _shown_whole(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """peft takes a weight in slices for a narrower layer, and puts factors where a weight is: it is shown a whole one on
+    the device, which takes no memory."""
+    held = [(m, name, p) for m in modules for name, p in m._parameters.items() if p is not None]
+    split = [(m, name, p) for m, name, p in held if is_split(p) or p.is_meta]
     for module, name, p in split:
-        like = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
+        like = torch.zeros((), dtype=p.dtype, device=device).expand(p.shape)
         module._parameters[name] = nn.Parameter(like, requires_grad=False)
     try:
         yield
@@ -159,6 +162,12 @@ class LowRank(TaskVector):
 @contextmanager
 def moved_by(model: nn.Module, update: Mapping[str, Tensor], alpha: float) -> Iterator[None]:
     """The model plus `alpha * update`; factors are put beside the weights, anything else is added to them."""
+    if not isinstance(update, LowRank) and offloaded(model):
+        from gradfix.votes.distributed.offload import moved_on_disk
+
+        with moved_on_disk(model, update, alpha):
+            yield
+        return
     if not isinstance(update, LowRank):
         with dialled(model, update) as dial:
             dial.turn(alpha)

@@ -1,20 +1,17 @@
-"""Votes of a model larger than memory, on one device: weights come from disk layer by layer.
+"""A model larger than memory, on one device: weights come from disk layer by layer.
 
 A weight that is one tensor of a safetensors file stays there and is read under its on-disk name whenever it is
-needed; only weights in another form than the file's (stacked experts, pickled files) are written to the offload folder.
-Between uses they are placeholders, and a hook on a placeholder never fires. So the fold is hung on the real weight
-each time it is brought in, every block is recomputed in the backward pass (otherwise the graph would keep all weights
-alive), and a weight that was not folded exactly once is an error."""
+needed; only weights in another form than the file's (stacked experts, pickled files, what an adapter changes) are written
+to the offload folder. Between uses they are placeholders. Every block is recomputed in the backward pass: otherwise the
+graph would keep all weights alive."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.slices import Rows, check_stored, read_rows
-from gradfix.errors import UnsafeResult, UsageError
-from gradfix.vectors.signvotes import SignVotes
-from gradfix.votes.collect import VoteRun, refuse_nothing
+from gradfix.errors import UsageError
+from gradfix.system.modules import ON_DISK, LeftOnDisk
+from gradfix.vectors.scale import dialled
+from gradfix.vectors.transported import add_scaled
 from gradfix.votes.distributed.build import blocks, build_empty, fill_buffers
-from gradfix.votes.engines.loop import backward
-from gradfix.votes.engines.passes import Batch, Loss, samples
-from gradfix.votes.resume import Bad, VoteStep, weights_key
-from gradfix.votes.tally import Tally
 
 Place = int | str | torch.device
 # Modules that use their submodules' weights without calling the submodules.
@@ -79,6 +73,7 @@ def load_offloaded(
             model, places, main_device=main, offload_dir=str(folder), offload_index=index or None,
             preload_module_classes=list(PRELOADED), force_hooks=True,
         )  # fmt: skip
+    ON_DISK[loaded] = LeftOnDisk(ties, repr(source.identity() or source.fingerprint()))
     return Offloaded(loaded, ties, names)
 
 
@@ -182,137 +177,6 @@ def _on_disk(name: str, first: str, like: Tensor, names: NameMap, source: Checkp
     return dict(written[name])
 
 
-class OnDisk(VoteRun[SignVotes]):
-    """What the loop engine gives, for a model whose weights are on disk.
-
-    `names` are the `canonical_names` from before it was dispatched, where weights are tied. Hooks fold signs as
-    gradients finish, and count."""
-
-    def __init__(
-        self, model: nn.Module, loss: Loss, batches: Iterable[Batch], names: Mapping[str, str] | None = None
-    ) -> None:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        voting = {n for n, p in parameters.items() if p.requires_grad and p.is_floating_point()}
-        self.names = {n: first for n, first in (names or canonical_names(model)).items() if n in voting}
-        uses = Counter(self.names.values())
-        one = torch.zeros((), dtype=torch.int8)  # has the shape of any weight, and takes no memory
-        tally = Tally({name: one.expand(parameters[name].shape) for name in uses})  # type: ignore[misc]
-        super().__init__(model, loss, batches, tally)
-        self.shared = {name for name, number in uses.items() if number > 1}
-        self.sums: dict[str, Tensor] = {}  # gradients of tied weights, until all their uses have come in
-        self.seen: Counter[str] = Counter()
-        self.hung: Counter[str] = Counter()
-        self.sample = object()  # marks the weights that wait for the gradient of the sample at hand
-        self.handles: list[Any] = []
-
-    def key(self, identity: str) -> str:
-        """`identity` names the weights as well: they are not here to be looked at."""
-        return weights_key({}, identity)
-
-    def fold(self, step: VoteStep) -> list[Bad]:
-        good, bad = self.finite(step)
-        for sample in samples(good) if good is not None else ():
-            self.tally.reserve(1)
-            backward(self.loss, self.model, sample)
-            self._finish_sample()
-        return bad
-
-    def result(self, bad: list[Bad]) -> SignVotes:
-        refuse_nothing(self.tally)
-        return SignVotes(self.tally.votes(), self.tally.count, notes=tuple(text for _, text in bad))
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        undo: list[Callable[[], None]] = []
-        for prefix, module in self.model.named_modules():
-            deep = type(module).__name__ in PRELOADED
-            own = {n: f"{prefix}.{n}" if prefix else n for n, _ in module.named_parameters(recurse=deep)}
-            own = {n: full for n, full in own.items() if full in self.names}
-            if own:
-                before = getattr(module, "_hf_hook", None), module.forward
-                add_hook_to_module(module, _Fold(self, own), append=True)
-                undo.append(partial(_put_back, module, *before))
-        for block in blocks(self.model):
-            forward = block.forward
-            block.forward = _recomputed(forward)
-            undo.append(partial(setattr, block, "forward", forward))
-        for module in self.model.modules():
-            config: Any = getattr(module, "config", None)
-            if getattr(config, "use_cache", False):  # a cache would grow once more when a block is recomputed
-                config.use_cache = False
-                undo.append(partial(setattr, config, "use_cache", True))
-        try:
-            yield
-        finally:
-            for handle in self.handles:
-                handle.remove()
-            for step in reversed(undo):
-                step()
-
-    def hang(self, name: str, parameter: nn.Parameter) -> None:
-        """Wait for the gradient of a weight that was just brought in; tied ones may be one object or several."""
-        if getattr(parameter, "_hung_for", None) is self.sample:
-            return
-        parameter._hung_for = self.sample  # type: ignore[attr-defined]
-        parameter.grad = None
-        self.hung[self.names[name]] += 1
-        self.handles.append(parameter.register_post_accumulate_grad_hook(partial(self._receive, name)))
-
-    def _receive(self, name: str, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        canonical = self.names[name]
-        self.seen[canonical] += 1
-        if canonical in self.shared:
-            held = self.sums.get(canonical)
-            self.sums[canonical] = gradient.cpu() if held is None else held + gradient.cpu()
-            return
-        self._vote(canonical, gradient)
-
-    def _vote(self, name: str, gradient: Tensor) -> None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self.tally[name].sub_(dense.sign().to("cpu", self.tally[name].dtype))
-
-    def _finish_sample(self) -> None:
-        """After one sample's backward pass: sign the sums of tied weights, and count."""
-        for name, total in self.sums.items():
-            self._vote(name, total)
-        if not self.seen:
-            raise UnsafeResult(
-                "no weight was folded: no gradient reached the offloaded weights. Do they require gradients?"
-            )
-        for name in self.tally.parameters:
-            wanted = self.hung[name] if name in self.shared else 1
-            if self.seen[name] != max(wanted, 1):
-                raise UnsafeResult(
-                    f"weight {name!r} was folded {self.seen[name]} times for one sample instead of {wanted}: it is "
-                    "not used by the loss, or its layer is used more than once. Vote on such a model in memory."
-                )
-        for handle in self.handles:
-            handle.remove()
-        self.handles.clear()
-        self.sums.clear()
-        self.seen.clear()
-        self.hung.clear()
-        self.sample = object()
-
-
-class _Fold(ModelHook):
-    """Runs after the weights of one module were brought in."""
-
-    def __init__(self, run: OnDisk, own: Mapping[str, str]) -> None:
-        self.run, self.own = run, dict(own)
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if torch.is_grad_enabled():
-            for name, full in self.own.items():
-                parameter = module.get_parameter(name)
-                if parameter.requires_grad and parameter.device.type != "meta":
-                    self.run.hang(full, parameter)
-        return args, kwargs
-
-
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Reentrant on purpose: the first pass keeps neither activations nor weights.
 
@@ -343,11 +207,78 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _put_back(module: nn.Module, hook: Any, forward: Callable[..., Any]) -> None:
-    module.forward = forward
-    if hook is None:
-        del module._hf_hook
-        if hasattr(module, "_old_forward"):
-            del module._old_forward
-    else:
-        module._hf_hook = hook
+@contextmanager
+def recomputed(model: nn.Module) -> Iterator[None]:
+    """Every block is computed again in the backward pass; without a cache, which would grow once more then."""
+    inner = blocks(model)
+    forwards = [block.forward for block in inner]
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False)]
+    try:
+        for block, forward in zip(inner, forwards, strict=True):
+            block.forward = _recomputed(forward)
+        for config in caching:
+            config.use_cache = False
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
+        for block, forward in zip(inner, forwards, strict=True):
+            block.forward = forward
+
+
+class _Moved(ModelHook):
+    """Adds to the weights of one module, each time after they were brought in, what they are to be moved by."""
+
+    def __init__(self, own: Mapping[str, str], update: Mapping[str, Tensor], alpha: float) -> None:
+        self.own, self.update, self.alpha = dict(own), update, alpha
+
+    @torch.no_grad()
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for name, full in self.own.items():
+            weight = module.get_parameter(name)
+            moved = weight.detach().clone()  # what was brought in may be the file itself
+            add_scaled(moved, self.update[full], self.alpha)
+            place, _, last = name.rpartition(".")
+            module.get_submodule(place)._parameters[last] = nn.Parameter(moved, requires_grad=weight.requires_grad)
+        return args, kwargs
+
+
+@contextmanager
+def moved_on_disk(model: nn.Module, update: Mapping[str, Tensor], alpha: float) -> Iterator[None]:
+    """An offloaded model plus `alpha * update`: weights on disk are moved whenever they are brought in."""
+    ties = ON_DISK[model].ties
+    here = {name: not p.is_meta for name, p in model.named_parameters(remove_duplicate=False)}
+    with ExitStack() as stack:
+        dial = stack.enter_context(dialled(model, {n: update[n] for n in update if here[n]}))
+        dial.turn(alpha)
+        for prefix, module in model.named_modules():
+            own = {n: full for n, full in own_weights(prefix, module).items() if not here[full]}
+            own = {n: full if full in update else ties[full] for n, full in own.items()}
+            own = {n: full for n, full in own.items() if full in update}
+            if own and alpha:
+                stack.enter_context(hooked(module, _Moved(own, update, alpha)))
+        yield
+
+
+def own_weights(prefix: str, module: nn.Module) -> dict[str, str]:
+    """The weights that are brought in when this module is called, by their names in it: their names in the model."""
+    deep = type(module).__name__ in PRELOADED
+    return {n: f"{prefix}.{n}" if prefix else n for n, _ in module.named_parameters(recurse=deep)}
+
+
+@contextmanager
+def hooked(module: nn.Module, hook: ModelHook) -> Iterator[None]:
+    """A hook that runs after those there are; they are all there is afterwards."""
+    before, forward = getattr(module, "_hf_hook", None), module.forward
+    add_hook_to_module(module, hook, append=True)
+    try:
+        yield
+    finally:
+        module.forward = forward
+        if before is not None:
+            module._hf_hook = before
+        else:
+            del module._hf_hook
+            if hasattr(module, "_old_forward"):
+                del module._old_forward
