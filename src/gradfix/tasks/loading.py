@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -258,16 +259,24 @@ def split_over(group: Group, device: str) -> Iterator[None]:
 
 @contextmanager
 def left_on_disk(folder: Path, max_memory: Mapping[int | str, int]) -> Iterator[None]:
-    """Every model that is opened inside stays on disk, but for what `max_memory` has room for; each has its part of the
-    folder."""
+    """Every model that is opened inside stays on disk, but for what `max_memory` has room for.
+
+    Each has its part of the folder, for weights that are not in its files as it wants them; afterwards they are gone."""
     from gradfix.votes.distributed.offload import load_offloaded
 
-    def build(make: Callable[[], nn.Module], source: Checkpoint) -> nn.Module:
-        own = hashlib.sha256(str(source.path).encode()).hexdigest()[:16]
-        return load_offloaded(make, source, folder / own, max_memory).model
+    parts: set[Path] = set()
 
-    with building(Builder(build, wears=True)):
-        yield
+    def build(make: Callable[[], nn.Module], source: Checkpoint) -> nn.Module:
+        own = folder / hashlib.sha256(str(source.path).encode()).hexdigest()[:16]
+        parts.add(own)
+        return load_offloaded(make, source, own, max_memory).model
+
+    try:
+        with building(Builder(build, wears=True)):
+            yield
+    finally:
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
 ADAPTER = "default"
+FIRST_DRAW = 0  # of factors that begin at random: the same whatever was drawn before, so that lessons can go on
 Factors = dict[str, tuple[Tensor, Tensor]]
 
 
@@ -99,7 +100,8 @@ def adapted(model: nn.Module, rank: int) -> Iterator[Adapted]:
     try:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
-        with _shown_whole(modules.values(), next(model.parameters()).device):
+        with _shown_whole(modules.values(), next(model.parameters()).device), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(FIRST_DRAW)
             inject_adapter_in_model(config, model)
         yield Adapted(model, rank, paths)
     finally:
