@@ -22,9 +22,7 @@ LIMIT = {"llama": "140KB", "t5": "170KB"}  # for two models: each has room for i
 
 
 def _rows(count: int, seed: int) -> list[dict[str, str]]:
-    return [
-        {"prompt": f"{row['text']} {seed}", "completion": f"{row['label']} film"} for row in toy_texts(count, seed)
-    ]
+    return [{"prompt": f"{row['text']} {seed}", "completion": f"{row['label']} film"} for row in toy_texts(count, seed)]
 
 
 def _moved(folder: Path, out: Path, size: float, seed: int) -> None:
@@ -153,9 +151,7 @@ def test_disk_and_memory_agree(
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "llama-next"), two)
 
 
-def test_lessons_from_disk_go_on_after_a_kill(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lessons_from_disk_go_on_after_a_kill(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradfix.training.imitating.SAVE_EVERY_SECONDS", 0.0)
     disk = ["--out-lora", "4", "--offload", str(tmp_path / "off"), "--max-memory", LIMIT["llama"]]
     assert run(_command(home, "llama", "lora", tmp_path / "whole", *disk)) == 0

@@ -144,7 +144,7 @@ def test_disk_and_memory_agree_for_every_kind_of_layer(name, tmp_path):
 
     found = load_offloaded(make, open_checkpoint(folder), tmp_path / "off", {"cpu": limit})
     assert sum(p.device.type != "meta" for p in found.model.parameters()) == resident
-    written = {path.name.removesuffix(".dat") for path in (tmp_path / "off").iterdir()}
+    written = {path.name.removesuffix(".safetensors") for path in (tmp_path / "off").iterdir()}
     assert written == {n for place in found.names.fused.values() for n in place.sources}
     expected = collect_votes(whole, loss, [batch], engine="loop")
     votes = collect(OnDisk(found.model, loss, [batch], found.ties))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.checkpoints.write import locked, make_parent, torch_dtype
 from gradfix.commands.configs import MOST_SHOTS, CompareConfig, DataOptions, ShotOptions, TransportConfig, given
@@ -124,12 +128,33 @@ def weights_on_disk(options: Any) -> Iterator[None]:
         return
     from accelerate.utils import get_max_memory
 
-    from gradfix.tasks.loading import left_on_disk
-
     place = _place(options)
     room = room_for_weights(options) or {place: get_max_memory()[place] // 2}  # the other half is for passes
-    with offload_folder(options) as folder, left_on_disk(folder, {place: room[place] // 2}):
+    with offload_folder(options) as folder, _left_on_disk(folder, {place: room[place] // 2}):
         yield
+
+
+@contextmanager
+def _left_on_disk(folder: Path, room: Mapping[int | str, int]) -> Iterator[None]:
+    """Every model that is opened inside stays on disk, but for what there is room for.
+
+    Each has its part of the folder, for weights that are not in its files as it wants them; afterwards they are gone."""
+    from gradfix.tasks.loading import Builder, building
+    from gradfix.votes.distributed.offload import load_offloaded
+
+    parts: set[Path] = set()
+
+    def build(make: Callable[[], nn.Module], source: Checkpoint) -> nn.Module:
+        own = folder / hashlib.sha256(str(source.path).encode()).hexdigest()[:16]
+        parts.add(own)
+        return load_offloaded(make, source, own, room).model
+
+    try:
+        with building(Builder(build, wears=True)):
+            yield
+    finally:
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
 
 
 def read_data(source: str, options: DataOptions, **more: Any) -> Dataset:

@@ -5,10 +5,8 @@ error that names the tensor. No code from a checkpoint runs unless `trust_remote
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -255,28 +253,6 @@ def split_over(group: Group, device: str) -> Iterator[None]:
     builder = Builder(lambda make, source: build_for_lessons(make, source, mesh, device))
     with building(builder), sharing(replace(group, in_step=True)):
         yield
-
-
-@contextmanager
-def left_on_disk(folder: Path, max_memory: Mapping[int | str, int]) -> Iterator[None]:
-    """Every model that is opened inside stays on disk, but for what `max_memory` has room for.
-
-    Each has its part of the folder, for weights that are not in its files as it wants them; afterwards they are gone."""
-    from gradfix.votes.distributed.offload import load_offloaded
-
-    parts: set[Path] = set()
-
-    def build(make: Callable[[], nn.Module], source: Checkpoint) -> nn.Module:
-        own = folder / hashlib.sha256(str(source.path).encode()).hexdigest()[:16]
-        parts.add(own)
-        return load_offloaded(make, source, own, max_memory).model
-
-    try:
-        with building(Builder(build, wears=True)):
-            yield
-    finally:
-        for part in parts:
-            shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager

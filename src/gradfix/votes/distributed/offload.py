@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.utils import offload_weight
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.slices import Rows, check_stored, read_rows
+from gradfix.checkpoints.write import save_tensors
 from gradfix.errors import UsageError
 from gradfix.system.modules import ON_DISK, LeftOnDisk
 from gradfix.vectors.scale import dialled
@@ -166,15 +166,16 @@ def _read(name: str, like: Tensor, names: NameMap, source: Checkpoint) -> Tensor
 
 def _on_disk(name: str, first: str, like: Tensor, names: NameMap, source: Checkpoint, folder: Path) -> dict[str, Any]:
     """Where accelerate finds the weight: in the checkpoint itself where its form is the model's."""
+    path, inside = folder / f"{name}.safetensors", name
+    found = None
     if first in names.renamed:
-        disk = names.renamed[first]
-        check_stored(disk, like.shape, source)
-        if found := source.stored(disk):
-            file, inside = found
-            kind = str(like.dtype).removeprefix("torch.")
-            return {"safetensors_file": str(file.path), "weight_name": inside, "dtype": kind}
-    written: dict[str, Any] = offload_weight(_read(first, like, names, source), name, str(folder), {})
-    return dict(written[name])
+        check_stored(names.renamed[first], like.shape, source)
+        found = source.stored(names.renamed[first])
+    if found is not None:
+        path, inside = found[0].path, found[1]
+    else:
+        save_tensors(path, {name: _read(first, like, names, source)}, {})
+    return {"safetensors_file": str(path), "weight_name": inside, "dtype": str(like.dtype).removeprefix("torch.")}
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
