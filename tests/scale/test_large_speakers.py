@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from gradfix.cli import run
 from gradfix.methods import speaking
+from gradfix.training.asking import _Book
 from gradfix.training.imitating import Imitation
 from gradfix.training.steps import Training
 from tiny import save_tiny, toy_texts, write_rows
@@ -75,7 +76,7 @@ def _command(home: Path, family: str, tuned: str, out: Path, *more: str) -> list
     return [
         "transport", "--base", str(home / family), "--tuned", str(home / f"{family}-{tuned}"),
         "--target", str(home / f"{family}-next"), "--data", str(home / "data"), "--out", str(out),
-        "--task", "causal" if family == "llama" else "seq2seq", "--shots", "3", "--train", "lora", "--lessons", "3",
+        "--task", "causal" if family == "llama" else "seq2seq", "--shots", "3", "--train", "lora", "--lessons", "2",
         "--prompts", "6", "--answer-tokens", "3", "--force", "--no-check", "--quiet", *more,
     ]  # fmt: skip
 
@@ -130,45 +131,54 @@ def _largest_block(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("family", "tuned", "more"),
     [("llama", "tuned", ["--out-lora", "4"]), ("llama", "lora", ["--out-lora", "4"]), ("t5", "tuned", [])],
-)  # fmt: skip
+)
 def test_disk_and_memory_agree(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tuned: str, more: list[str]
 ) -> None:
     one, two, off = tmp_path / "one", tmp_path / "two", tmp_path / "off"
     assert run(_command(home, family, tuned, one, *more)) == 0
     brought = Brought(monkeypatch)
-    disk = ["--offload", str(off), "--max-memory", LIMIT[family]]
-    assert run(_command(home, family, tuned, two, *more, *disk)) == 0
+    disk = _command(home, family, tuned, two, *more, "--offload", str(off), "--max-memory", LIMIT[family])
+    if tuned == "lora":
+        _killed_in_the_second_step(disk, monkeypatch)
+    assert run(disk) == 0
     assert brought.count > 100 and brought.most <= _largest_block(home / f"{family}-next")
     assert not list(off.iterdir())
     assert _told(two) == _rounded(_told(one))
     file = "adapter_model.safetensors" if more else "model.safetensors"
     torch.testing.assert_close(load_file(two / file), load_file(one / file), rtol=0, atol=1e-6)
-    if more:
+    if tuned == "lora":
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(home / "llama-next"), two)
 
 
-def test_lessons_from_disk_go_on_after_a_kill(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _killed_in_the_second_step(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that follow must go on from there; that the answers of the old fine-tune are not asked again, as well."""
     monkeypatch.setattr("gradfix.training.imitating.SAVE_EVERY_SECONDS", 0.0)
-    disk = ["--out-lora", "4", "--offload", str(tmp_path / "off"), "--max-memory", LIMIT["llama"]]
-    assert run(_command(home, "llama", "lora", tmp_path / "whole", *disk)) == 0
     steps, step = list[int](), Training.step
 
     def dying(self: Training, number: int, losses: Any) -> float:
         steps.append(number)
-        if len(steps) == 3:
+        if len(steps) == 2:
             raise KeyboardInterrupt
+        assert len(steps) < 2 or steps[2] == 1
         return step(self, number, losses)
 
     monkeypatch.setattr(Training, "step", dying)
-    assert run(_command(home, "llama", "lora", tmp_path / "out", *disk)) == 130
-    assert run(_command(home, "llama", "lora", tmp_path / "out", *disk)) == 0
-    assert steps[:4] == [0, 1, 2, 2]  # the third step was not done
-    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "whole"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert run(command) == 130
+    monkeypatch.setattr(_Book, "_answer", None)
+
+
+def test_a_validation_set_may_refuse_the_result_and_the_target_stays(home: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for split, seed in (("train", 3), ("validation", 5)):
+        write_rows(data, split, [{**row, "completion": row["prompt"]} for row in _rows(3, seed)])
+    more = ["--data", str(data), "--offload", str(tmp_path / "off"), "--max-memory", LIMIT["llama"]]
+    assert run(_command(home, "llama", "tuned", tmp_path / "out", *more)) == 0
+    found, target = (load_file(path / "model.safetensors") for path in (tmp_path / "out", home / "llama-next"))
+    assert all(torch.equal(found[name], target[name]) for name in target)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def room_for_weights(options: Any) -> dict[int | str, int] | None:
 
 def _place(options: Any) -> int | str:
     device = torch.device(device_of(options.device))
-    return "cpu" if device.type == "cpu" else device.index or 0
+    return device.index or 0 if device.type == "cuda" else device.type
 
 
 @contextmanager
