@@ -26,7 +26,7 @@ from gradfix.training import asking, free_text, imitating
 from gradfix.training.asking import Asking, Transcript, ask, framed, made_up, prompts_of
 from gradfix.training.finetuning import finetune
 from gradfix.training.free_text import Speech, learn
-from gradfix.training.imitating import Imitation, divergences, lines_of
+from gradfix.training.imitating import Imitation, divergences, lines_of, own_lines
 from gradfix.training.lowrank import LowRank, adapted, moved_by
 from gradfix.training.retained import Outside
 from gradfix.vectors.taskvector import TaskVector
@@ -268,8 +268,15 @@ def test_unlabelled_prompts_need_no_answers(tmp_path: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": "a film"}]}]
     write_rows(tmp_path / "chats", "train", chats)
     assert len(load_unlabelled(tmp_path / "chats")) == 1
-    with pytest.raises(DataError, match="completion"):
+    with pytest.raises(DataError, match=r"there is no answer: the columns are .*Call the answer's column completion"):
         load_data(tmp_path)
+
+
+def test_a_vocabulary_may_be_smaller_than_the_list_of_likely_tokens(sides: tuple[Any, Any]) -> None:
+    student = sides[1]
+    words = student.model.config.vocab_size
+    lines = own_lines(student, 2, 4, 0, top=2 * words)
+    assert lines and all(line.top.shape[1] == words for line in lines)
 
 
 def test_forgetting_is_measured_from_nothing(sides: tuple[Any, Any]) -> None:

@@ -129,7 +129,13 @@ def make_row(
     else:
         row["prompt"] = _text(raw.get("prompt"), "prompt", where)
         if plan.label is None and plan.answered:
-            row["completion"] = _text(raw.get("completion"), "completion", where)
+            if "completion" not in raw:
+                there = ", ".join(map(repr, raw))
+                raise DataError(
+                    f"{where}: there is no answer: the columns are {there}. Call the answer's column completion, or name it "
+                    "by --label-column where answers come from a closed set."
+                )
+            row["completion"] = _text(raw["completion"], "completion", where)
     if plan.label is not None:
         row["label"] = label_text(raw.get(plan.label), names, where)
     return Row(row, where)

@@ -148,7 +148,8 @@ def own_lines(student: AnswerBound, count: int, length: int, seed: int, top: int
         if not written:
             return []
         questions = [[int(first)]] * len(written)
-        logs, ids = student.spoken_logits(student.model, questions, written).log_softmax(-1).topk(top)
+        logits = student.spoken_logits(student.model, questions, written)
+        logs, ids = logits.log_softmax(-1).topk(min(top, logits.shape[-1]))
     sizes = [len(tokens) for tokens in written]
     both = zip(ids.cpu().split(sizes), logs.cpu().split(sizes), strict=True)
     return [Verse([int(first)], tokens, *pair) for tokens, pair in zip(written, both, strict=True)]
