@@ -163,7 +163,7 @@ def test_conversations_need_no_label() -> None:
         load_data([{"messages": talk[:1]}])
     with pytest.raises(DataError, match="needs a role"):
         load_data([{"messages": [{"content": "x"}]}])
-    with pytest.raises(DataError, match="'completion' holds NoneType"):
+    with pytest.raises(DataError, match="there is no answer: the columns are 'prompt'"):
         load_data([{"prompt": "a"}])
 
 
