@@ -79,6 +79,8 @@ def fold_checked(
         if tally.looped:
             return next(iter(tally.looped))
         reason = _disagreement(model, loss, ends(batch), trial)
+    except torch.OutOfMemoryError:  # smaller batches are the way out, not the loop, and whoever asked is to say so
+        raise
     except Exception as error:
         reason = _failed(error)
     if reason is not None:
