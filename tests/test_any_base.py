@@ -101,6 +101,7 @@ def test_more_layers_are_never_taken_in_silence(world: Path) -> None:
     assert Trio.open(world / "base", world / "tuned", world / "same", across=True).apart is None
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_compare_leaves_out_what_needs_matching_weights(world: Path) -> None:
     results = compare(
         base=world / "base", tuned=world / "tuned", target=world / "wider", data=world / "data", task="zero-shot",

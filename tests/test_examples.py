@@ -27,6 +27,7 @@ def test_there_are_six_and_each_is_short():
         assert len(path.read_text(encoding="utf-8").splitlines()) < 40, path.name
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path, monkeypatch, capsys):
     from gradfix.vectors.masks import MASKS
@@ -40,6 +41,7 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
         assert left["model"].config.id2label[0] != "LABEL_0"
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_the_notebook_goes_from_checkpoints_to_a_page(tmp_path, monkeypatch, capsys):
     """As it stands, cell by cell; outputs are not kept in the file."""
     notebook = json.loads((FOLDER / "first_hour.ipynb").read_text(encoding="utf-8"))
