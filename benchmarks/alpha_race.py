@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.fieldtest import MODELS, REGIMES, TASKS, finetune_part
+from benchmarks.fieldtest import MODELS, REGIMES, TASKS, finetune_part, options
 from benchmarks.parts import in_forks
 
 METHODS = ("naive", "gradfix")
@@ -27,18 +27,10 @@ RESULTS = Path(__file__).parent / "results" / "alpha_race.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fieldtest", type=Path, required=True)
-    parser.add_argument("--work", type=Path, default=Path("fieldtest-work"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=400)
+    parser = options(__doc__, RESULTS)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--sources", nargs="+", default=list(MODELS))
     parser.add_argument("--regimes", nargs="+", default=list(REGIMES))
-    parser.add_argument("--shots", type=int, nargs="+", default=[5, 50])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()

@@ -40,17 +40,23 @@ KEPT = (
 RESULTS = Path(__file__).parent / "results" / "fieldtest.json"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(about: str | None, results: Path) -> argparse.ArgumentParser:
+    """What every benchmark on these models can be told."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--fieldtest", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("fieldtest-work"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--shots", type=int, nargs="+", default=[5, 50])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=results)
+    return parser
+
+
+def main() -> None:
+    parser = options(__doc__, RESULTS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:

@@ -273,9 +273,8 @@ def test_unlabelled_prompts_need_no_answers(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_may_be_smaller_than_the_list_of_likely_tokens(sides: tuple[Any, Any]) -> None:
-    student = sides[1]
-    words = student.model.config.vocab_size
-    lines = own_lines(student, 2, 4, 0, top=2 * words)
+    words = sides[1].model.config.vocab_size
+    lines = own_lines(sides[1], 2, 4, 0, top=2 * words)
     assert lines and all(line.top.shape[1] == words for line in lines)
 
 

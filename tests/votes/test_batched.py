@@ -16,23 +16,19 @@ from gradfix.votes.batched.engine import batched
 from gradfix.votes.engines.loop import loop
 from gradfix.votes.engines.passes import take
 from gradfix.votes.tally import Tally
-from votes.vote_cases import FAMILIES, SAMPLES, image_loss, language_loss, make_case, meaningful, tokens
+from votes.vote_cases import (
+    FAMILIES,
+    SAMPLES,
+    assert_equal_votes,
+    assert_same_votes,
+    image_loss,
+    language_loss,
+    make_case,
+    tokens,
+    votes_of,
+)
 
 Batch = dict[str, Tensor]
-
-
-def votes_of(model: nn.Module, loss: Any, batches: list[Any], engine: str = "batched") -> dict[str, Tensor]:
-    return dict(collect_votes(model, loss, batches, engine=engine))
-
-
-def assert_same_votes(model: nn.Module, loss: Any, batch: Any, engine: str = "batched") -> None:
-    assert_equal_votes(votes_of(model, loss, [batch], "loop"), votes_of(model, loss, [batch], engine))
-
-
-def assert_equal_votes(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
-    for name, tensor in expected.items():
-        wrong = meaningful(name, found[name]) != meaningful(name, tensor)
-        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} votes differ"
 
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"loop"}))
@@ -295,170 +291,7 @@ def test_auto_says_what_it_chose() -> None:
     assert notes[0].startswith("engine batched: 5 samples are voted on one at a time: most weights")
 
 
-def test_auto_checks_a_model_once_for_each_loss() -> None:
-    class Counted:
-        calls = 0
-
-        def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-            self.calls += 1
-            return loss(model, batch)
-
-    model, loss, batch = make_case("vit")
-    first, second = Counted(), Counted()
-    votes = collect_votes(model, first, [batch] * 3)
-    checked = first.calls
-    again = collect_votes(model, first, [batch] * 3)
-    assert checked == 3 + 5  # two halves, a plan, two samples alone
-    assert first.calls == checked + 3
-    assert again.notes == votes.notes
-    assert_equal_votes(dict(votes), dict(again))
-    collect_votes(model, second, [batch] * 3)
-    assert second.calls > 3
-
-
-def test_samples_that_mix_are_never_remembered_as_apart() -> None:
-    class Mixing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            crowd = (torch.arange(len(x)) > 1).double()[:, None]
-            return self.layer(x * (1 - 0.5 * crowd))
-
-    model, batch = Mixing().double(), {"x": torch.randn(8, 6, dtype=torch.double), "y": torch.arange(8) % 3}
-    for _ in range(2):
-        assert collect_votes(model, image_loss, [batch]).notes[0].startswith("engine loop: samples of a batch depend")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_auto_is_not_misled_by_key_biases_inside_a_packed_bias(seed: int) -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-            self.head = nn.Linear(16, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head((x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
-
-    torch.manual_seed(seed)
-    batch = {"x": torch.randn(8, 5, 16), "y": torch.randint(0, 3, (8,))}
-    loss = lambda model, part: F.cross_entropy(model(part["x"]), part["y"], reduction="none")  # noqa: E731
-    notes = collect_votes(Packed(), loss, [batch], engine="auto").notes
-    assert notes == ("engine batched: agrees with the loop on 2 samples.",)
-
-
-def test_auto_refuses_an_engine_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradfix.votes.batched import forms
-
-    fold = forms.Product.fold
-    monkeypatch.setattr(forms.Product, "fold", lambda self, votes: (fold(self, votes), votes.neg_()))
-    model, loss, batch = make_case("vit")
-    right = votes_of(model, loss, [batch], "loop")
-    found = collect_votes(model, loss, [batch], engine="auto")
-    assert any(note.startswith("engine loop: batched disagrees") for note in found.notes)
-    assert all(torch.equal(found[name], right[name]) for name in right)
-
-
-def test_auto_sees_an_engine_that_breaks_in_the_middle_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradfix.votes.batched import forms
-
-    fold, folded = forms.Product.fold, []
-
-    def breaking(self: forms.Product, votes: Tensor) -> None:
-        folded.append(self.samples)
-        if len(folded) == 9:
-            raise RuntimeError("enough")
-        fold(self, votes)
-
-    model, loss, batch = make_case("vit")
-    right = votes_of(model, loss, [batch], "loop")
-    monkeypatch.setattr(forms.Product, "fold", breaking)
-    found = collect_votes(model, loss, [batch] * 2, engine="auto")
-    assert found.notes == ("engine loop: batched failed with RuntimeError: enough.",)
-    assert all(torch.equal(found[name], 2 * right[name]) for name in right)
-
-
-def test_auto_sees_samples_that_change_places_only_among_many() -> None:
-    """Every loss is the same in any company; a weight that is used twice sums two samples' gradients."""
-
-    class Shuffling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            places = int(len(x) > 4)
-            hidden = self.layer(x).tanh().roll(places, 0)
-            return self.head(self.layer(hidden).roll(-places, 0))
-
-    torch.manual_seed(0)
-    model, batch = Shuffling().double(), {"x": torch.randn(8, 6, dtype=torch.double), "y": torch.arange(8) % 3}
-    found = collect_votes(model, image_loss, [batch])
-    assert found.notes[0].startswith("engine loop: batched disagrees on")
-    assert_equal_votes(dict(found), dict(votes_of(model, image_loss, [batch], "loop")))
-
-
-def test_auto_compares_samples_in_the_company_they_vote_in() -> None:
-    """A hook that mixes the gradients of many samples changes no loss."""
-
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.layer(x).tanh()
-            if hidden.requires_grad and len(x) > 3:
-                hidden.register_hook(lambda g: g.roll(1, 0))
-            return self.head(hidden)
-
-    torch.manual_seed(0)
-    model, batch = Mixed().double(), {"x": torch.randn(8, 6, dtype=torch.double), "y": torch.arange(8) % 3}
-    found = collect_votes(model, image_loss, [batch])
-    assert found.notes[0].startswith("engine loop: batched disagrees on")
-    assert_equal_votes(dict(found), dict(votes_of(model, image_loss, [batch], "loop")))
-
-
-def test_auto_takes_models_that_view_their_inputs() -> None:
-    class Choices(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x.view(-1, 6)).view(len(x), -1)
-
-    batch = {"x": torch.randn(8, 3, 6), "y": torch.arange(8) % 3}
-    assert collect_votes(Choices(), image_loss, [batch]).notes[0].startswith("engine batched: agrees")
-
-
 def test_language_losses_with_padding() -> None:
     model, _, _ = make_case("llama_tied")
     batch = tokens()
     assert_same_votes(model, language_loss, batch)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuda_auto_takes_the_batched_engine_and_its_kernels(dtype: torch.dtype) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64))
-            self.head = nn.Linear(64, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x).tanh().mean(1))
-
-    torch.manual_seed(0)
-    model = Net().to("cuda", dtype)
-    batch = {"x": torch.randn(130, 16, 64, device="cuda", dtype=dtype), "y": torch.arange(130, device="cuda") % 3}
-    found = collect_votes(model, image_loss, [batch] * 2, engine="auto")
-    assert found.notes == ("engine batched: agrees with the loop on 2 samples.",)
-    expected = collect_votes(model, image_loss, [batch] * 2, engine="loop")
-    for name, votes in expected.items():
-        apart = (found[name].float() - votes.float()).abs().mean() / votes.float().abs().mean()
-        assert apart < (0.4 if dtype == torch.bfloat16 else 0.02), name  # of other samples: more than 1

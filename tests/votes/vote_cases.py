@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradfix import collect_votes
 from tiny import _BERT, _TOWER, OPEN_CLIP_CONFIG, VOCAB, _llama_shape, _text_tower
 
 Case = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], dict[str, Tensor]]
@@ -225,3 +226,17 @@ def convnet() -> Case:
 
 
 FAMILIES = list(_CASES)
+
+
+def votes_of(model: nn.Module, loss: Any, batches: list[Any], engine: str = "batched") -> dict[str, Tensor]:
+    return dict(collect_votes(model, loss, batches, engine=engine))
+
+
+def assert_same_votes(model: nn.Module, loss: Any, batch: Any, engine: str = "batched") -> None:
+    assert_equal_votes(votes_of(model, loss, [batch], "loop"), votes_of(model, loss, [batch], engine))
+
+
+def assert_equal_votes(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        wrong = meaningful(name, found[name]) != meaningful(name, tensor)
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} votes differ"
