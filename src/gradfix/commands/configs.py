@@ -126,7 +126,7 @@ class TrioOptions:
     )
     prompts: int = option("Open answers: how many prompts the old fine-tune is asked.", 512, least=1)
     lessons: int = option("Open answers: optimiser steps on its answers.", 240, least=1)
-    general: str | None = option("Open answers: texts outside the task to measure forgetting (or it writes some).")
+    general: str | None = option("Open answers: texts to measure forgetting on (default: the new base writes some).")
 
 
 @dataclass(frozen=True, kw_only=True)
