@@ -16,8 +16,10 @@ from adapters import load, train_adapter
 from gradfix.checkpoints.lora import flat_product, open_adapter
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
+from gradfix.checkpoints.trio import Trio
 from gradfix.errors import CorruptInput, GradfixError, IncompatibleCheckpoints, UnsafeResult, UsageError
 from gradfix.stream.checkpoint import transport_checkpoint
+from gradfix.tasks.loading import load_pretrained, locate
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
 from tiny import _llama_shape, save_tiny
@@ -294,14 +296,35 @@ def test_a_name_that_fits_two_layers_is_an_error(tmp_path: Path, adapter: Path) 
         open_adapter(adapter, open_checkpoint(weights), open_checkpoint)
 
 
-def test_tied_heads_have_no_tensor_of_their_own(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+TABLES: dict[str, tuple[bool, dict[str, Any]]] = {
+    "output factors": (True, {"target_modules": ["lm_head"]}),
+    "input factors": (True, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "output saved": (True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "both saved": (True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "tied factors": (False, {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}),
+    "tied saved": (
+        False, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}  # fmt: skip
 
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it, too, warns of trained tied tables
+@pytest.mark.parametrize("case", TABLES)
+def test_tables_that_the_base_ties_answer_as_in_peft(tmp_path: Path, case: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    apart, options = TABLES[case]
+    base, lora = tmp_path / "base", tmp_path / "lora"
     model = LlamaForCausalLM(LlamaConfig(**_llama_shape(), tie_word_embeddings=True))
-    model.save_pretrained(tmp_path / "base")
-    train_adapter(model, tmp_path / "lora", target_modules=["lm_head"])
-    with pytest.raises(IncompatibleCheckpoints, match=r"adapts layer 'lm_head'.* tied to another one"):
-        open_checkpoint(tmp_path / "lora", base=tmp_path / "base")
+    model.save_pretrained(base)
+    train_adapter(model, lora, **options)
+    tokens = torch.arange(3, 11)[None]
+    with torch.no_grad():
+        wanted = PeftModel.from_pretrained(load(base, "CausalLM"), lora)(tokens).logits
+        found = load_pretrained(AutoModelForCausalLM, locate(lora, base)).model(tokens).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert ("lm_head.weight" in Trio.open(base, lora, base, head="skip").fates.heads) == apart
 
 
 def test_a_mixtral_adapter_of_attention_is_read(bases: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gradfix._compat import heal_torchvision
+from gradfix.checkpoints.matched import TOKEN_TABLE
 from gradfix.checkpoints.names import NameMap, name_map
 from gradfix.checkpoints.weights import Checkpoint
 from gradfix.checkpoints.write import MANIFEST, read_manifest
@@ -125,8 +126,7 @@ def _complaint(base: Checkpoint, folder: Path, layers: list[str], known: set[str
     lost = next((layer for layer in layers if not any(layer + leaf in known for leaf in WEIGHT_NAMES)), layers[0])
     return (
         f"{folder} adapts layer {lost!r}, which {base} does not have. Is --base the model the adapter was "
-        "trained on? A layer tied to another one and a stacked expert have no tensor of their own: merge such "
-        "adapters in peft first."
+        "trained on? A stacked expert has no tensor of its own: merge such adapters in peft first."
     )
 
 
@@ -164,6 +164,22 @@ def empty_model(base: Checkpoint) -> nn.Module | None:
             return kind(settings)
     except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError):
         return None
+
+
+def tied_tables(base: Checkpoint, named: Iterable[str]) -> dict[str, str]:
+    """The output table that the base ties to its input table, by that table's name; asked only where `named` tensors
+    or layers are tables. An adapter may train the two apart."""
+    if not base_config(base).get("tie_word_embeddings", True):
+        return {}
+    if not any(TOKEN_TABLE.search(name) or TOKEN_TABLE.search(f"{name}.weight") for name in named):
+        return {}
+    model: Any = empty_model(base)
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return {}
+    modules = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    first, last = (modules.get(id(table)) for table in (model.get_input_embeddings(), model.get_output_embeddings()))
+    stored = name_map(model, base.names()).renamed
+    return {} if first is None or last is None else {stored.get(last, last): stored.get(first, first)}
 
 
 def conv1d_layers(base: Checkpoint, adapter: Mapping[str, Any]) -> Callable[[str], bool | None]:

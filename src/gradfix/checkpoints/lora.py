@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.adapter import check_base, conv1d_layers, layer_names
-from gradfix.checkpoints.kinds import refuse_narrow
+from gradfix.checkpoints.adapter import check_base, conv1d_layers, layer_names, tied_tables
+from gradfix.checkpoints.kinds import refuse_narrow, same_bytes
+from gradfix.checkpoints.matched import TOKEN_TABLE
 from gradfix.checkpoints.safetensors_file import SafetensorsFile, TensorInfo, file_identity
 from gradfix.checkpoints.weights import CHUNK, Checkpoint
 from gradfix.errors import CorruptInput, IncompatibleCheckpoints, UsageError
@@ -70,7 +71,10 @@ class LoraCheckpoint(Checkpoint):
         self.path = self.folder = folder
         self.base, self.weights = base, weights
         layers, full = _sort_keys(weights.names(), folder)
-        places = layer_names(base, folder, list(layers), list(full))
+        self._tables = tied_tables(base, [*layers, *full])
+        own = {name: name.removesuffix(".weight") + ".weight" for name in (*layers, *full)}
+        own = {name: table for name, table in own.items() if table in self._tables and table not in base}
+        places = own | layer_names(base, folder, *([n for n in some if n not in own] for some in (layers, full)))
         self._full = {places[name]: key for name, key in full.items()}
         self._deltas: dict[str, _Layer] = {}
         self._biases: dict[str, _Layer] = {}
@@ -127,11 +131,15 @@ class LoraCheckpoint(Checkpoint):
 
     def changed(self) -> list[str]:
         """The tensors that the adapter has a word in; all others are the base's own."""
-        return list(dict.fromkeys([*self._deltas, *self._biases, *self._full]))
+        return list(dict.fromkeys([*self._deltas, *self._biases, *self._full, *self._tables]))
+
+    def unties(self) -> bool:
+        """Whether input and output table, one tensor in the base, are two in the fine-tune."""
+        return any(not same_bytes(self, last, first) for last, first in self._tables.items())
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]] | None:
         """Two matrices per adapted tensor whose product is its change; None where that is not all of the adapter."""
-        if self._biases or self._full:
+        if self._biases or self._full or any(TOKEN_TABLE.search(name) for name in self._deltas):
             return None
         found = {name: self._factors(layer, torch.float32) for name, layer in self._deltas.items()}
         return {name: (self._deltas[name].scaling * left, right) for name, (left, right) in found.items()}
@@ -139,11 +147,13 @@ class LoraCheckpoint(Checkpoint):
     def names(self) -> list[str]:
         own = self.base.names()
         known = set(own)
-        return [*own, *(name for name in self._full if name not in known)]
+        return [*own, *(name for name in dict.fromkeys([*self._full, *self._tables]) if name not in known)]
 
     def _home(self, name: str) -> tuple[Checkpoint, str]:
         """Who holds what is stored of a tensor, and its name there."""
-        return (self.weights, self._full[name]) if name in self._full else (self.base, name)
+        if name in self._full:
+            return self.weights, self._full[name]
+        return self.base, name if name in self.base else self._tables.get(name, name)
 
     def _stored(self, name: str) -> TensorInfo:
         stored, key = self._home(name)
@@ -202,7 +212,7 @@ class LoraCheckpoint(Checkpoint):
         return self.weights.files
 
     def __contains__(self, name: object) -> bool:
-        return name in self.base or name in self._full
+        return name in self.base or name in self._full or name in self._tables
 
 
 def flat_product(left: Tensor, right: Tensor, first: int, count: int) -> Tensor:

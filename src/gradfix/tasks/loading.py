@@ -171,6 +171,7 @@ def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
     """Load and say what is missing or of another shape; the caller must fill or refuse it, because it is random now."""
     folder = home.folder
     builder = BUILDER.get()
+    config = _untied(home) | config
     if builder is not None:
         return _built(builder, auto, home, config)
     # Refuses damaged headers, and shards outside the folder that the loader would follow.
@@ -209,6 +210,12 @@ def load_partly(auto: Any, home: Home, **config: Any) -> Loaded:
         missing -= filled | odd.keys()
         misfits = {name: shape for name, shape in misfits.items() if name not in filled} | odd
     return Loaded(model.to(home.device).eval(), sorted(missing), notes, dict(sorted(misfits.items())))
+
+
+def _untied(home: Home) -> dict[str, Any]:
+    """What the config must say where an adapter gave the two token tables of a tied base changes of their own."""
+    worn = open_checkpoint(home.source, base=home.folder) if home.adapter is not None else None
+    return {"tie_word_embeddings": False} if isinstance(worn, LoraCheckpoint) and worn.unties() else {}
 
 
 def _plain_experts(model: Any, dtype: torch.dtype) -> None:
