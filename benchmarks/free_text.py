@@ -31,11 +31,14 @@ TARGETS = ("same", "shape", "tokenizer")
 TASKS = ("latin", "title", "words")
 SHOTS, REAL = 16, 500
 KINDS = {"labels": ("best",), "real": ("best",), "lora": ("copy_adapter", "best"), "train": ("best",),
-         "baselines": ("naive", "few_shot_lora", "gradfix", "veto")}  # fmt: skip
+         "train_real": ("best",), "few_shot": ("few_shot_lora",), "baselines": ("naive", "gradfix", "veto")}  # fmt: skip
+WITHOUT_RECIPE = ("few_shot", "baselines")
+LEAN, WITH_REAL = ("train", "train_real"), ("real", "train_real")
 RUN = ("task", "target", "source", "inputs", "method", "seed")
 DONE = "tuned"
 TUNING = {"steps": 500, "batch_size": 32, "lr": 2e-4, "weight_decay": 0.0}
-LORA = {"rate": 2e-3, "rank": 64, "alpha": 128, "steps": 1000}
+LORA = {"rate": 5e-4, "rank": 32, "alpha": 32, "steps": 400, "weight_decay": 0.01}
+BESIDE = {"train": "full", "asking": {"batch": 64}}  # others on the card: what is free of it decides nothing
 RESULTS = Path(__file__).parent / "results" / "free_text.json"
 MEANS = ("share", "loss", "exact", "token_f1", "general_loss", "divergence", "seconds")
 
@@ -89,7 +92,7 @@ def tunes(args: argparse.Namespace) -> list[tuple[str, ...]]:
 
 
 def moves(args: argparse.Namespace) -> list[tuple[str, ...]]:
-    runs = [(kind, name) for kind in args.kinds for name in (args.speech if kind != "baselines" else [""])]
+    runs = [(kind, name) for kind in args.kinds for name in (args.speech if kind not in WITHOUT_RECIPE else [""])]
     return [(*run, str(seed), *where) for run, seed, *where in product(runs, args.seeds, args.tasks, args.targets)]
 
 
@@ -199,20 +202,25 @@ def tune_part(args: argparse.Namespace, model: str, kind: str, task: str) -> Non
 
 
 def tune_lora(args: argparse.Namespace, bound: Any, rows: Any, out: Path) -> None:
-    """As people do it: peft's own model, trained on the answers, saved by peft."""
+    """As people do it: peft's own model, trained on the answers, saved by peft. Words that no story has need the token table."""
     from peft import LoraConfig, get_peft_model
 
     from gradfix.training.steps import Training, draws, warmed
 
-    paths = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(bound.model, LoraConfig(r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=paths))
+    paths = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens"]
+    config = LoraConfig(
+        r=LORA["rank"], lora_alpha=LORA["alpha"], target_modules=paths, task_type="CAUSAL_LM", ensure_weight_tying=True
+    )
+    model = get_peft_model(bound.model, config)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     steps = args.steps * LORA["steps"] // TUNING["steps"]
-    training = Training(parameters, lambda step: warmed(step, LORA["rate"], steps, 40), lambda *_: SystemExit("NaN"))
+    training = Training(
+        parameters, lambda step: warmed(step, LORA["rate"], steps, max(1, steps // 10)), lambda *_: SystemExit("NaN"),
+        weight_decay=LORA["weight_decay"],
+    )  # fmt: skip
     for step, places in zip(range(steps), draws(len(rows), TUNING["batch_size"], 0)):
         training.step(step, [bound.loss(model, bound.collate([rows[place] for place in places])).mean()])
     model.save_pretrained(out)
-    model.merge_and_unload()
 
 
 def move_part(args: argparse.Namespace, kind: str, name: str, seed: str, task: str, target: str) -> None:
@@ -225,20 +233,20 @@ def move_part(args: argparse.Namespace, kind: str, name: str, seed: str, task: s
     from gradfix.methods.trial import Passes
 
     source = "lora" if kind == "lora" else "full"
-    where = {"task": task, "target": target, "source": source, "inputs": "real" if kind == "real" else "labels"}
-    label = f"{name}, --train lora" if kind == "train" else name
+    where = {"task": task, "target": target, "source": source, "inputs": "real" if kind in WITH_REAL else "labels"}
+    label = f"{name}, --train lora" if kind in LEAN else name
     done = told(args)[1]
     known = {method for *which, method, number in done if which == list(where.values()) and number == int(seed)}
     methods = [method for method in KINDS[kind] if (label if method == "best" else method) not in known]
     if not methods or time.time() - args.began > args.limit:
         return
     dataset = load_data(args.stories / "tasks" / task)
-    speech = speech_of({**args.speech.get(name, {}), **({"train": "lora"} if kind == "train" else {})})
+    speech = speech_of({**BESIDE, **args.speech.get(name, {}), **({"train": "lora"} if kind in LEAN else {})})
     opened = Opened(
         Request(
             base=args.base, tuned=args.work / f"base-{source}-{task}", target=folder_of(args, target),
             data=dataset, task="causal", validation="none", finetune=False, device=args.device,
-            unlabelled=dataset.splits["validation"][:REAL] if kind == "real" else None,
+            unlabelled=dataset.splits["validation"][:REAL] if kind in WITH_REAL else None,
             passes=Passes(batch_size=args.batch), speech=speech, search=Search(folds=3),
         )
     )  # fmt: skip
@@ -285,6 +293,8 @@ def figures_of(args: argparse.Namespace, trial: Any, task: str) -> Any:
 
 
 def runs(opened: Any, methods: list[str], seed: int, outside: Any) -> Iterator[dict[str, Any]]:
+    import torch
+
     from gradfix.methods.method import NotHere
     from gradfix.methods.methods import METHODS as KNOWN
     from gradfix.training.lowrank import moved_by
@@ -294,11 +304,15 @@ def runs(opened: Any, methods: list[str], seed: int, outside: Any) -> Iterator[d
         support = trial.support(SHOTS, seed)
         trial.open_bill()
         begin = time.perf_counter()
+        on_card = next(trial.model.parameters()).is_cuda
+        if on_card:
+            torch.cuda.reset_peak_memory_stats()
         try:
             outcome = KNOWN[name].run(trial, support)
         except NotHere:  # across shapes
             continue
         seconds = time.perf_counter() - begin
+        peak = {"peak_mib": torch.cuda.max_memory_allocated() >> 20} if on_card else {}
         with moved_by(trial.model, outcome.update if outcome.update is not None else {}, outcome.alpha):
             score = trial.score("test")
             figures = outside()
@@ -306,7 +320,7 @@ def runs(opened: Any, methods: list[str], seed: int, outside: Any) -> Iterator[d
         parts = {f"recipe_{key}": outcome.parts[key] for key in told if key in outcome.parts}
         yield {
             "method": name, "seed": seed, "loss": score.loss, "exact": score.accuracy,
-            "alpha": outcome.alpha, "seconds": round(seconds, 2), **figures, **parts,
+            "alpha": outcome.alpha, "seconds": round(seconds, 2), **peak, **figures, **parts,
         }  # fmt: skip
 
 

@@ -82,6 +82,14 @@ class LoraCheckpoint(Checkpoint):
         for module, layer in layers.items():
             self._add(module, places[module], layer, config, turned)
         self._loaded: tuple[str, Tensor, Tensor] | None = None
+        if self._tables and not self.unties():
+            self._leave_copies()
+
+    def _leave_copies(self) -> None:
+        """An output table that was trained as one with the input table is stored once, as in the base."""
+        for name in [name for name in self._tables if name not in self.base]:
+            for held in (self._tables, self._full, self._deltas):
+                held.pop(name, None)
 
     def _add(
         self, module: str, name: str, layer: _Layer, config: Mapping[str, Any], turned: Callable[[str], bool | None]

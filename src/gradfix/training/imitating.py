@@ -30,6 +30,7 @@ from gradfix.training.steps import SCHEDULES, Training, draws, warmed
 
 NEVER = -1e4  # the log of no probability
 SURE = 1e-6
+WRITTEN = 8192  # tokens of the student's own that are written at once
 
 
 @dataclass(frozen=True)
@@ -142,17 +143,23 @@ def own_lines(student: AnswerBound, count: int, length: int, seed: int, top: int
     first = student.tokenizer.eos_token_id if first is None else first
     if first is None or not hasattr(student, "begun"):
         return []
-    posed = [Posed([int(first)], [])] * count
+    at_once = max(1, WRITTEN // length)
+    found: list[Verse] = []
     with left_as_it_was(student.model):
-        written = [tokens for tokens, _ in student.say(student.model, posed, length, seed) if tokens]
-        if not written:
-            return []
-        questions = [[int(first)]] * len(written)
-        logits = student.spoken_logits(student.model, questions, written)
-        logs, ids = logits.log_softmax(-1).topk(min(top, logits.shape[-1]))
+        for done in range(0, count, at_once):
+            posed = [Posed([int(first)], [])] * min(at_once, count - done)
+            written = [tokens for tokens, _ in student.say(student.model, posed, length, seed + done) if tokens]
+            found += _as_said(student, int(first), written, top) if written else []
+    return found
+
+
+def _as_said(student: AnswerBound, first: int, written: list[list[int]], top: int) -> list[Verse]:
+    questions = [[first]] * len(written)
+    logits = student.spoken_logits(student.model, questions, written)
+    logs, ids = logits.log_softmax(-1).topk(min(top, logits.shape[-1]))
     sizes = [len(tokens) for tokens in written]
     both = zip(ids.cpu().split(sizes), logs.cpu().split(sizes), strict=True)
-    return [Verse([int(first)], tokens, *pair) for tokens, pair in zip(written, both, strict=True)]
+    return [Verse([first], tokens, *pair) for tokens, pair in zip(written, both, strict=True)]
 
 
 def divergences(listed: Tensor, logs: Tensor) -> Tensor:
@@ -259,24 +266,25 @@ def imitate(
     first = state.resume(training)
     with left_as_it_was(bound.model), torch.enable_grad(), recomputing(bound.model, recipe.recompute):
         for step in range(recipe.steps):
-            lines = [
-                (part[row], weight / size)
+            told, given, kept = (
+                [] if rows is None else [(part[row], weight / size) for row in next(rows)]
                 for part, rows, size, weight in zip(parts, drawn, sizes, weights, strict=True)
-                if rows is not None
-                for row in next(rows)
-            ]
+            )
             if step < first:
                 continue
-            training.step(step, _losses(bound, lines, recipe.micro))
+            training.step(step, _losses(bound, [*told, *given], kept, recipe.micro))
             state.save(training, step + 1)
             at(step + 1)
     return recipe.steps * sum(sizes)
 
 
-def _losses(bound: AnswerBound, lines: Sequence[tuple[Verse, float]], micro: int) -> Iterator[Tensor]:
-    """The weighted mean over answers of the mean over their places, a few answers at a time."""
-    for first in range(0, len(lines), micro):
-        some = lines[first : first + micro]
+Weighted = Sequence[tuple[Verse, float]]
+
+
+def _losses(bound: AnswerBound, answers: Weighted, texts: Weighted, micro: int) -> Iterator[Tensor]:
+    """The weighted mean over answers of the mean over their places, a few at a time; texts without a question would
+    be filled up to the length of one, and have passes of their own."""
+    for some in (part[first : first + micro] for part in (answers, texts) for first in range(0, len(part), micro)):
         found = per_line(bound, bound.model, [line for line, _ in some])
         yield torch.stack([weight * values.mean() for values, (_, weight) in zip(found, some, strict=True)]).sum()
 
