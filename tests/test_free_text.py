@@ -291,12 +291,13 @@ def test_forgetting_is_measured_from_nothing(sides: tuple[Any, Any]) -> None:
 
 
 def test_a_plan_knows_that_a_lora_needs_less(home: Path, tmp_path: Path) -> None:
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for train in ("lora", "full"):
         words = ["plan", "--target", home / "new", "--tokens", 64, "--batch-size", 4, "--tflops", 1, "--train", train]
         assert run([*map(str, words), "--quiet", "--json", str(tmp_path / f"{train}.json")]) == 0
         found[train] = json.loads((tmp_path / f"{train}.json").read_text())["lessons"]
     assert found["lora"]["train"] == "lora" and found["full"]["train"] == "full"
+    assert found["lora"]["offload"]["memory_gib"] <= found["lora"]["memory_gib"] and "offload" not in found["full"]
     assert run([*map(str, words[:-1]), "lots", "--quiet"]) != 0
 
 

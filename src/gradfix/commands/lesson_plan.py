@@ -25,9 +25,10 @@ from gradfix.registry import unknown
 from gradfix.training.free_text import FULL, LORA, TRAINS
 from gradfix.training.imitating import Imitation, divergences, recomputing
 from gradfix.training.lowrank import adapted
-from gradfix.votes.needs import GIB, shape_of
+from gradfix.votes.needs import GIB, Shape, shape_of
 
 CACHED = 2  # keys and values of every token, in every layer, while the teacher answers
+READS = 2  # of every weight for a pass forward and back: layers are computed again
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class LessonPlan:
     trained: int
     passes: int
     asking: int
+    brought: int  # weights on the device at one time where --offload leaves them on disk
+    reads: int  # how often one step goes through all weights then
+
+    @property
+    def offloaded(self) -> int:
+        """With --offload, where no weight stays in memory; any room beyond holds weights, and saves reading them."""
+        return self.brought + max(self.trained + self.passes, self.asking)
 
     @property
     def memory(self) -> int:
@@ -47,17 +55,22 @@ class LessonPlan:
 
     def as_json(self) -> dict[str, Any]:
         sizes = {name: round(getattr(self, name) / GIB, 3) for name in ("weights", "trained", "passes", "asking")}
-        return {
-            "train": self.train,
-            "memory_gib": round(self.memory / GIB, 3),
-            **{f"{n}_gib": s for n, s in sizes.items()},
-        }
+        found = {"train": self.train, "memory_gib": round(self.memory / GIB, 3)} | {f"{n}_gib": s for n, s in sizes.items()}
+        if self.train == LORA:
+            found["offload"] = {
+                "memory_gib": round(self.offloaded / GIB, 3),
+                "read_per_step_gib": round(self.reads * self.weights / GIB, 3),
+            }
+        return found
 
     def rows(self) -> list[tuple[str, str]]:
         said = {
             "weights": self.weights, "trained weights and moments": self.trained, "passes of a step": self.passes,
             "asking, beside the weights": self.asking, f"memory with --train {self.train}": self.memory,
         }  # fmt: skip
+        if self.train == LORA:
+            said["memory with --offload, at least"] = self.offloaded
+            said["read from disk in a step then"] = self.reads * self.weights
         return [(name, f"{size / GIB:.2f} GiB") for name, size in said.items()]
 
 
@@ -65,11 +78,13 @@ def lessons_of(config: PlanConfig) -> LessonPlan:
     """For prompts of `config.tokens`, `config.batch_size` at a time, and answers of `config.answer_tokens`."""
     checkpoint = open_checkpoint(config.target)
     assert checkpoint.path is not None  # the plan of the vote has seen its config.json
-    tokens = shape_of(checkpoint, config.tokens).tokens
-    return _plan(checkpoint.path, config, torch_dtype(config.dtype), device_of(config.device), tokens)
+    return _plan(
+        checkpoint.path, config, torch_dtype(config.dtype), device_of(config.device), shape_of(checkpoint, config.tokens)
+    )
 
 
-def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, tokens: int) -> LessonPlan:
+def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, shape: Shape) -> LessonPlan:
+    tokens, recipe = shape.tokens, Imitation()
     train = LORA if config.train == "auto" else config.train
     if train not in TRAINS:
         raise UsageError(unknown("--train", str(config.train), list(TRAINS)))
@@ -80,7 +95,7 @@ def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, tok
     weights = counts * dtype.itemsize
     said = config.answer_tokens
     with silent(), ExitStack() as stack:
-        lora = stack.enter_context(adapted(model, config.rank or Imitation().rank)) if train == LORA else None
+        lora = stack.enter_context(adapted(model, config.rank or recipe.rank)) if train == LORA else None
         passes = _walked(stack, model, device, (config.batch_size, tokens, said), train)
         if lora is not None:
             held = sum(p.numel() for p in lora.parameters.values())
@@ -88,7 +103,10 @@ def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, tok
         else:
             masters = 4 if dtype.itemsize < 4 else 0
             trained = counts * (2 * max(4, dtype.itemsize) + masters + dtype.itemsize)  # and a copy to come back to
-    return LessonPlan(train, weights, trained, passes, _asking(model, config.batch_size, tokens + said, dtype))
+    asking = _asking(model, config.batch_size, tokens + said, dtype)
+    brought = min(2 * max(shape.block, shape.largest) * dtype.itemsize, weights)
+    batches = sum(-(-count // config.batch_size) for count in (recipe.batch + recipe.labelled, recipe.kept))
+    return LessonPlan(train, weights, trained, passes, asking, brought, READS * batches)
 
 
 def _asking(model: nn.Module, samples: int, tokens: int, dtype: torch.dtype) -> int:
