@@ -1,9 +1,10 @@
 """A language model of 7B through the command line with `--train lora`: peak memory, seconds, and what the plan said.
 
-    python -m benchmarks.free_text_large --tokenizer FOLDER [--home FOLDER] [--layers 32] [--lessons 6]
+    python -m benchmarks.free_text_large --tokenizer FOLDER [--home FOLDER] [--layers 32] [--lessons 6] [--offload 1GiB]
 
 The weights are random: this measures memory and time, not answers. A base, a target (which shares the files of the base's layers) and a
-LoRA of the base (rank 16) are made in HOME, 16 labelled prompts of 512 tokens are drawn from the tokenizer of FOLDER. Prints JSON."""
+LoRA of the base (rank 16) are made in HOME, 16 labelled prompts of 512 tokens are drawn from the tokenizer of FOLDER. With --offload
+the same once more, the weights left on disk but for so much memory. Prints JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--lessons", type=int, default=6)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt")
+    parser.add_argument("--offload", help="run again with --offload and this --max-memory")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "free_text_large.json")
     args = parser.parse_args()
@@ -61,6 +63,10 @@ def main() -> None:
         result |= moved(args)
         write(args.out, result)
         after("moved")
+        if args.offload:
+            result["offloaded"] = moved(args, ["--offload", args.home / "disk", "--max-memory", args.offload])
+            write(args.out, result)
+            after("moved with --offload")
         result["plan"] = plan()
     if "peak_gib" in result:
         result["plan_over_peak"] = result["plan"]["memory_gib"] / result["peak_gib"]
@@ -183,10 +189,11 @@ def planned(args: argparse.Namespace) -> Iterator[Callable[[], dict[str, Any]]]:
         process.kill()
 
 
-def moved(args: argparse.Namespace) -> dict[str, Any]:
+def moved(args: argparse.Namespace, more: Sequence[object] = ()) -> dict[str, Any]:
     from gradfix.cli import run
 
     home, begin = args.home, time.time()
+    (home / "moved.json").unlink(missing_ok=True)
     if args.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -194,7 +201,7 @@ def moved(args: argparse.Namespace) -> dict[str, Any]:
         "transport", "--base", home / "base", "--tuned", home / "lora", "--target", home / "target", "--data",
         home / "data", "--task", "causal", "--shots", SHOTS, "--train", "lora", "--out-lora", 16, "--out", home / "moved",
         "--batch-size", args.batch, "--prompts", args.prompts, "--lessons", args.lessons, "--answer-tokens", ANSWER,
-        "--device", args.device, "--dtype", "bf16", "--json", home / "moved.json", "--no-check", "--force", "--overwrite",
+        "--device", args.device, "--dtype", "bf16", "--json", home / "moved.json", "--no-check", "--force", "--overwrite", *more,
     ]  # fmt: skip
     code = run([str(word) for word in words])
     found: dict[str, Any] = {"exit_code": code, "seconds": time.time() - begin, "lessons": args.lessons}

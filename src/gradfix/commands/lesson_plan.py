@@ -55,7 +55,9 @@ class LessonPlan:
 
     def as_json(self) -> dict[str, Any]:
         sizes = {name: round(getattr(self, name) / GIB, 3) for name in ("weights", "trained", "passes", "asking")}
-        found = {"train": self.train, "memory_gib": round(self.memory / GIB, 3)} | {f"{n}_gib": s for n, s in sizes.items()}
+        found = {"train": self.train, "memory_gib": round(self.memory / GIB, 3)} | {
+            f"{n}_gib": s for n, s in sizes.items()
+        }
         if self.train == LORA:
             found["offload"] = {
                 "memory_gib": round(self.offloaded / GIB, 3),
@@ -79,7 +81,11 @@ def lessons_of(config: PlanConfig) -> LessonPlan:
     checkpoint = open_checkpoint(config.target)
     assert checkpoint.path is not None  # the plan of the vote has seen its config.json
     return _plan(
-        checkpoint.path, config, torch_dtype(config.dtype), device_of(config.device), shape_of(checkpoint, config.tokens)
+        checkpoint.path,
+        config,
+        torch_dtype(config.dtype),
+        device_of(config.device),
+        shape_of(checkpoint, config.tokens),
     )
 
 
