@@ -38,7 +38,7 @@ class Relating:
     """How relations are taught; what is not said here is as in `Teaching`.
 
     `temperature` makes similarities a distribution; `contrast` is that of labelled pairs. `turned` weighs how far a
-    text's vector lies from the teacher's, turned to the student's space by one rotation for all texts."""
+    text's vector lies from the teacher's, turned to the student's space."""
 
     steps: int = 168
     texts: int = 26
@@ -46,7 +46,7 @@ class Relating:
     rate: float = 0.35
     temperature: float = 0.05
     contrast: float = 0.05
-    turned: float = 3.0
+    turned: float = 10.0
     remembers: bool = True
 
 
@@ -273,6 +273,17 @@ def rotation(ours: Tensor, theirs: Tensor) -> Tensor:
     return polar(theirs.double().T @ ours.double().to(theirs.device)).to(ours)
 
 
+def turned_to(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The teacher's vectors in the student's space: one rotation for all, around the student's own middle, as wide as it is.
+
+    Some bases keep all their vectors in a narrow cone. A search does not mind, and leaving it would cost most of the steps."""
+    middle = ours.mean(0)
+    wide, turned = ours - middle, theirs - theirs.mean(0)
+    turned = turned @ rotation(wide, turned)
+    scale = wide.norm() / turned.norm().clamp(min=torch.finfo(turned.dtype).tiny)
+    return functional.normalize(middle + scale * turned.to(ours), dim=-1)
+
+
 def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teaching, how: Relating, seed: int) -> int:
     """Train `bound.model` in place; returns how many texts went forward and backward.
 
@@ -292,7 +303,7 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
     with left_as_it_was(bound.model):
         memory = _read(bound, lesson)
         sharper = sharpness(memory, lesson.vectors, how.temperature)[0]
-        turned = lesson.vectors @ rotation(memory, lesson.vectors)
+        turned = turned_to(memory, lesson.vectors)
         weight = known / (known + recipe.prior)
         with torch.enable_grad():
             for step in range(how.steps):
