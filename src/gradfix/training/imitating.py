@@ -63,11 +63,11 @@ class Imitation:
     batch: int = 32
     labelled: int = 8
     kept: int = 8
-    keeping: float = 0.5
+    keeping: float = 4.0
     prior: float = 16.0
     probes: int = 32
-    keepsakes: int = 64
-    keepsake_tokens: int = 64
+    keepsakes: int = 192
+    keepsake_tokens: int = 192
     mapped: int = 128
     map_batch: int = 32
     micro: int = 64
