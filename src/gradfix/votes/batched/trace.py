@@ -46,6 +46,7 @@ from gradfix.votes.batched.watch import (
     tensors_in,
 )
 
+Given = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function and its arguments
 _CASTS = {getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]}
 
 
@@ -130,14 +131,18 @@ class VotingWatch(Watch):
         else:
             output = self._tapped(step, func, args, kwargs)
         if step is not None and not step.on_samples:
-            made = made_by(func, args, output)
-            if made is not output and any(weight.uses for weight in weights if weight.tensor is made):
-                raise NeedsLoop("a weight is changed after it was used")
-            self.track(made, weights, None, step.role == "derive")
-            self._follow_views(func, args, kwargs, weights, output)
-            if step.role == "derive" and _saving_is_redirected():
-                self._refuse_recomputed(made)
+            self.follow(step, (func, args, kwargs), weights, output)
         return output
+
+    def follow(self, step: Step, given: Given, weights: list[Tracked], output: Any) -> None:
+        """What an operation on weights alone gives is a weight, too."""
+        made = made_by(*given[:2], output)
+        if made is not output and any(weight.uses for weight in weights if weight.tensor is made):
+            raise NeedsLoop("a weight is changed after it was used")
+        self.track(made, weights, None, step.role == "derive")
+        self._follow_views(*given, weights, output)
+        if step.role == "derive" and _saving_is_redirected():
+            self._refuse_recomputed(made)
 
     def _may_hold_weights(self, values: Iterable[Any]) -> bool:
         tracked = self.tracked
@@ -270,8 +275,7 @@ class VotingWatch(Watch):
         return found.without_grad()
 
     def _is_live(self, tensor: Tensor) -> bool:
-        found = self.tracked.get(id(tensor))
-        return found is not None and found.live
+        return (found := self.tracked.get(id(tensor))) is not None and found.live
 
     def _follow_views(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], output: Any
@@ -355,11 +359,14 @@ class VotingWatch(Watch):
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass and fold the votes of all uses."""
         self.replaying = True
-        ones = torch.ones_like(losses)
+        scales = self.scales(losses)
         with self if self.recomputes else nullcontext():  # a forward that runs again must repeat its taps
-            inside(torch.autograd.backward)(losses, ones, inputs=[self.anchor])
+            inside(torch.autograd.backward)(losses, scales, inputs=[self.anchor])
         self._finish()
         self.forget()
+
+    def scales(self, losses: Tensor) -> Tensor:
+        return torch.ones_like(losses)
 
     def _finish(self) -> None:
         """Fold weights of which some use reached no loss, and all the small ones at once."""

@@ -2,8 +2,8 @@
 
 The batched engine votes on the first batch and counts its first and its last sample once more; the loop takes these votes
 back, and what is left must be rounding. The losses of the batch as a whole must be those of its halves, or its samples depend
-on each other. Where something is wrong, the batch is voted on again by the loop. The choice and its reason go into the
-notes of the votes.
+on each other. That is tried without a plan first; where it does not work out, a plan is made and the same asked of it. Where
+something is wrong still, the batch is voted on again by the loop. The choice and its reason go into the notes of the votes.
 What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from gradfix.checkpoints.identity import values_of
 from gradfix.system.modules import device_room
 from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
+from gradfix.votes.batched.first_pass import LEAST_SAMPLES, learn
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
+from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
 from gradfix.votes.tally import SpotCheck, Tally
@@ -68,12 +70,38 @@ def ends(batch: Batch) -> Batch:
     return take(batch, torch.tensor([0, batch_size(batch) - 1]))
 
 
+def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor) -> ChosenEngine | None:
+    """Fold the first batch of a tally without a plan, and give the engine if all that is asked of it holds.
+
+    Else nothing is folded, whatever the reason was: a plan tells more."""
+    size, held = batch_size(batch), _allocated(tally)
+    if size < LEAST_SAMPLES or tally.count:
+        return None
+    trial = _trial(tally)
+    asked = BatchVote(model, loss, batch, tally, size, expected, SpotCheck(trial, (0, size - 1)))
+    try:
+        learned = learn(asked)
+        bytes_per_sample = (_peak(tally) - held) / size
+        if not disagreements(model, loss, ends(batch), trial, learned.plan.dtype):
+            learned.confirm(asked)
+            return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
+    except Exception:  # what a model or its data do wrong is found again, and told
+        pass
+    tally.clear()
+    return None
+
+
+def _trial(tally: Tally) -> Tally:
+    trial = Tally(tally.parameters)
+    trial.reserve(CHECKED_SAMPLES)
+    return trial
+
+
 def fold_checked(
     choice: ChosenEngine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor | None = None
 ) -> str | None:
     """Fold the first batch of a tally; where the engine cannot be trusted it is the loop that does it, and the reason is given."""
-    trial, size = Tally(tally.parameters), batch_size(batch)
-    trial.reserve(CHECKED_SAMPLES)
+    trial, size = _trial(tally), batch_size(batch)
     try:
         choice.engine(model, loss, batch, tally, expected=expected, spot=SpotCheck(trial, (0, size - 1)))
         if tally.looped:
@@ -94,7 +122,7 @@ def _failed(error: Exception) -> str:
 
 
 def _disagreement(model: nn.Module, loss: Loss, few: Batch, trial: Tally) -> str | None:
-    wrong = disagreements(model, loss, few, trial)
+    wrong = disagreements(model, loss, few, trial, computed_in(model, loss, few, trial))
     if not wrong:
         return None
     name, share = max(wrong.items(), key=lambda item: item[1])
@@ -164,12 +192,11 @@ class _TakingBack:
         return largest
 
 
-def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
-    """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding explains.
+def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally, dtype: torch.dtype) -> dict[str, float]:
+    """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding in this dtype explains.
 
     Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
     where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
-    dtype = computed_in(model, loss, batch, trial)
     of_all, of_tensor = NOISE.get(dtype, NOISE_16)
     taking = _TakingBack(trial, of_tensor)
     with folding(trial.parameters, taking.add):
