@@ -137,10 +137,10 @@ def _run_together(asked: BatchVote) -> None:
         _vote_one_by_one(replace(asked, batch=some, tally=asked.spot.tally), votes.plan.left_out)
 
 
-def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether the same samples have other losses in other company, beyond rounding."""
     allowed = ALLOWED_CHANGE.get(dtype, ALLOWED_CHANGE_16) * (expected.abs() + expected.abs().mean())
-    return bool(((losses.detach().to(expected) - expected).abs() > allowed).any())
+    return ((losses.detach().to(expected) - expected).abs() > allowed).any()
 
 
 def _run_again(known: Repeats, asked: BatchVote) -> None:

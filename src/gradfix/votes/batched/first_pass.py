@@ -15,9 +15,9 @@ from gradfix.checkpoints.identity import values_of
 from gradfix.votes.batched.engine import MIXED, differ, garbage_later, keep_plan, uncompiled
 from gradfix.votes.batched.layers import Call, Samples, rule_for
 from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, Step
-from gradfix.votes.batched.recorded import BatchVote, all_finite, repeats_of
+from gradfix.votes.batched.recorded import BatchVote, repeats_of
 from gradfix.votes.batched.replay import COPIES, REPEAT, overwrites
-from gradfix.votes.batched.sample_rows import SampleLayout, picks_rows, reach
+from gradfix.votes.batched.sample_rows import SampleLayout, keeps_rows, picks_rows, reach
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import Tracked, key_of, made_by, opened_up, refuse_inner, tensors_in
 from gradfix.votes.engines.loop import NotFinite, refuse_detached
@@ -38,17 +38,12 @@ def learn(asked: BatchVote) -> LearningWatch:
         raise Unusual("a weight has a hook on its gradient")
     asked.tally.reserve(asked.count)
     repeats_of(asked)
-    plan = PassPlan([], set(), hoped=True)
-    with garbage_later():
-        watch = LearningWatch(plan, asked)
-        with uncompiled(), watch.watching(asked.model), torch.enable_grad():
-            losses = asked.losses()
-        watch.ready(losses)
-        if not all_finite(losses):
-            raise NotFinite
-        if asked.expected is not None and differ(losses, asked.expected, plan.dtype):
-            raise NeedsLoop(MIXED)
-        watch.backward(losses)
+    watch = LearningWatch(PassPlan([], set(), hoped=True), asked)
+    try:
+        with garbage_later():
+            watch.run(asked)
+    finally:
+        watch.forget()
     return watch
 
 
@@ -60,6 +55,24 @@ class LearningWatch(VotingWatch):
         self.derives = True
         self.computed: set[torch.dtype] = set()
         self.heights: list[tuple[Step, Tensor]] = []  # by sample, the largest output gradient of a use
+        self.in_place: set[Any] = set()  # graph nodes that index, and leave every row with its sample
+        self.numbers: list[Tensor] = []  # that come from no batch
+
+    def run(self, asked: BatchVote) -> None:
+        with uncompiled(), self.watching(asked.model), torch.enable_grad():
+            losses = asked.losses()
+        self.ready(losses)
+        odd = ~torch.isfinite(losses).all()
+        mixed = odd if asked.expected is None else differ(losses, asked.expected, self.plan.dtype)
+        told = torch.stack([odd, mixed]).tolist()
+        if any(told):
+            raise NotFinite if told[0] else NeedsLoop(MIXED)
+        self.backward(losses)
+
+    def forget(self) -> None:
+        super().forget()
+        self.in_place.clear()
+        self.numbers.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,6 +82,7 @@ class LearningWatch(VotingWatch):
         weights = self.weights_in(func, args, kwargs) if torch.is_grad_enabled() else []
         if not weights:
             output = func(*args, **kwargs)
+            self._note_picking(func, args, output)
         elif (step := self._voting_step(func, args, kwargs, weights)) is not None:
             self.plan.steps.append(step)
             output = super().__torch_function__(func, types, args, kwargs)
@@ -84,6 +98,12 @@ class LearningWatch(VotingWatch):
             if tensor.requires_grad and tensor.is_floating_point():
                 self.computed.add(tensor.dtype)
         return output
+
+    def _note_picking(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
+        if func is torch.arange:
+            self.numbers.append(output)
+        elif keeps_rows(func, args, self.samples, lambda index: all(index is not own for own in self.numbers)):
+            self.in_place.add((args[0] if func is Tensor.__setitem__ else output).grad_fn)
 
     def _voting_step(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked]
@@ -127,6 +147,8 @@ class LearningWatch(VotingWatch):
         if not any(tensor.requires_grad for tensor in tensors_in(made_by(func, args, output))):
             return output
         live = all(weight.live for weight in weights)
+        if live and any(t.requires_grad and id(t) not in self.tracked for t in tensors_in((args, kwargs))):
+            raise Unusual("samples do not lie first")  # a gradient on its way to them would end here
         roots = frozenset(name for weight in weights for name in weight.roots) if live else frozenset[str]()
         step = Step(key_of(func, weights), "derive" if live else "pass", roots=roots, on_samples=not live)
         self.plan.steps.append(step)
@@ -150,7 +172,7 @@ class LearningWatch(VotingWatch):
         if self.recomputes or not self.computed | {losses.dtype} <= set(_SCALES):
             raise Unusual("activations are not kept, or not in a usual dtype")
         seen = reach(losses, self.tally.parameters, self.anchor)
-        if seen.others or seen.hidden or picks_rows(losses):
+        if seen.others or seen.hidden or picks_rows(losses, self.in_place):
             raise Unusual("weights are reached past the votes, or rows are picked")
         self.uses = self.plan.uses()
         self.waiting = {name: [] for name in self.uses}

@@ -302,9 +302,9 @@ def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
     return found
 
 
-def picks_rows(losses: Tensor) -> bool:
-    """Whether any rows are picked by an index on the way to the losses."""
-    return any(_picks(node) for node in _nodes(losses))
+def picks_rows(losses: Tensor, in_place: Collection[Any]) -> bool:
+    """Whether any rows are picked by an index on the way to the losses, other than by nodes that leave them `in_place`."""
+    return any(_picks(node) and node not in in_place for node in _nodes(losses))
 
 
 def _picks(node: Any) -> bool:

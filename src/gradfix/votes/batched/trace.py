@@ -47,6 +47,7 @@ from gradfix.votes.batched.watch import (
 )
 
 Given = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+_PLACED = {torch.as_strided, Tensor.as_strided}  # in a weight's memory, which is not laid out as the tally's
 _CASTS = {getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]}
 
 
@@ -162,10 +163,8 @@ class VotingWatch(Watch):
         if call is None:
             return None
         step = self._advance()
-        if kwargs:
-            output = func(*values[: len(args)], **dict(zip(places.names, values[len(args) :])))
-        else:
-            output = func(*values)
+        named = dict(zip(places.names, values[len(args) :])) if kwargs else {}
+        output = func(*values[: len(args)], **named)
         return self._watched(step, call, output, redirected=False)
 
     def _next(self, key: Key) -> Step | None:
@@ -282,7 +281,7 @@ class VotingWatch(Watch):
     ) -> None:
         """Where a derived weight is a view or a cast of another, its votes are the same view of the tally."""
         source = weights[0]
-        if source.votes is None or len(weights) > 1:
+        if source.votes is None or len(weights) > 1 or func in _PLACED:
             return
         outputs = list(tensors_in(output))
         if func in _CASTS:

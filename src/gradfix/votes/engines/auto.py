@@ -24,7 +24,7 @@ from gradfix.votes.batched.first_pass import LEAST_SAMPLES, learn
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
-from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, map_tensors, samples, take
 from gradfix.votes.tally import SpotCheck, Tally
 
 CHECKED_SAMPLES = 2
@@ -67,7 +67,10 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEn
 
 def ends(batch: Batch) -> Batch:
     """The samples that are compared, copied: models may ask for views that others in between would forbid."""
-    return take(batch, torch.tensor([0, batch_size(batch) - 1]))
+    both = take(
+        batch, slice(0, None, batch_size(batch) - 1)
+    )  # a list of numbers would be sent, and the device waited for
+    return map_tensors(torch.clone, both)
 
 
 def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor) -> ChosenEngine | None:
@@ -176,20 +179,30 @@ class _TakingBack:
         highest = (
             torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
         )
-        small = (self.noise * highest).repeat_interleave(torch.tensor(sizes, device=flat.device), output_size=len(flat))
+        small = (self.noise * highest).repeat_interleave(_sent(sizes, flat.device), output_size=len(flat))
         own = [self.trial[name].view(-1) for name in names]
         votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
         torch._foreach_copy_(own, list(votes.split(sizes)))
         self.found.append((names, highest))
 
-    def heights(self) -> dict[str, float]:
-        """Of every tensor, its largest gradient in any sample."""
+    def told(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """Of every tensor: its largest gradient in any sample, and the votes left, and how many of them mean nothing.
+
+        The device is waited for here and nowhere before, so that it works off the batch while samples are launched."""
+        left = list(_left(self.trial))
+        highest, counts = (values_of([values for _, values in found]) for found in (self.found, left))
         largest: dict[str, float] = {}
-        told = values_of([highest for _, highest in self.found])
-        for (names, _), heights in zip(self.found, told):
+        for (names, _), heights in zip(self.found, highest):
             for name, height in zip(names, heights):
                 largest[name] = max(largest.get(name, height), height)
-        return largest
+        pairs = {n: pair for (names, _), told in zip(left, counts) for n, *pair in zip(names, told[::2], told[1::2])}
+        return largest, {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
+
+
+def _sent(numbers: list[int], device: torch.device) -> Tensor:
+    """On the device, without waiting for what it is busy with."""
+    told = torch.tensor(numbers)
+    return told.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else told
 
 
 def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally, dtype: torch.dtype) -> dict[str, float]:
@@ -203,9 +216,9 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally, dtyp
         for sample in samples(batch):
             backward(loss, model, sample)
             taking.flush()
-    heights = taking.heights()
+    heights, counts = taking.told()
     scale, wrong = max(heights.values(), default=0.0), {}
-    for name, (left, untold) in _left(trial).items():
+    for name, (left, untold) in counts.items():
         if heights.get(name, scale) <= of_all * scale:
             continue
         count = trial[name].numel() - untold
@@ -216,17 +229,14 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally, dtyp
     return wrong
 
 
-def _left(trial: Tally) -> dict[str, tuple[int, int]]:
+def _left(trial: Tally) -> Iterator[tuple[list[str], Tensor]]:
     """Per tensor, the votes that were not taken back, and how many of them mean nothing."""
-    names, left, untold = list[str](), list[Tensor](), list[Tensor]()
-    for some in _together(trial):
-        votes = [trial[name].view(-1) for name in some]
+    for names in _together(trial):
+        votes = [trial[name].view(-1) for name in names]
         flat, sizes = torch.cat(votes), [len(own) for own in votes]
-        names += some
-        left += torch._foreach_norm((flat != 0).float().split(sizes), 1)  # sums, in a few launches
-        untold += torch._foreach_norm((flat >= MEANINGLESS // 2).float().split(sizes), 1)
-    counts = zip(names, values_of(left), values_of(untold))
-    return {name: (round(some), round(none)) for name, (some,), (none,) in counts}
+        kinds = (flat != 0, flat >= MEANINGLESS // 2)
+        sums = [torch.stack(torch._foreach_norm(kind.float().split(sizes), 1)) for kind in kinds]  # in a few launches
+        yield names, torch.stack(sums, 1)
 
 
 def _together(trial: Tally) -> Iterator[list[str]]:
