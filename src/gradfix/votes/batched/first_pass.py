@@ -1,8 +1,8 @@
 """The first batch voted on without a plan: what is done to each weight is noted on the way, and becomes the plan.
 
-Samples are taken to lie first, as they nearly always do, and the pass itself shows whether they do: the losses of the first
-and the last sample are scaled down by powers of two, which changes no sign. Rows that are theirs then have tiny gradients;
-rows that anybody else reaches have not. A model that does anything unusual gets no votes here but a plan of its own."""
+Samples are taken to lie first, as they nearly always do, and the pass itself shows whether they do: all losses but those of
+the first and the last sample are scaled up by powers of two, which changes no sign. Rows of these two then have gradients that
+are tiny beside the others'; rows that anybody else reaches have not. A model that does anything unusual gets no votes here but a plan of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradfix.votes.engines.loop import NotFinite, refuse_detached
 
 LEAST_SAMPLES = 4  # two at the ends, and some to compare them with
 _USUAL = SampleLayout(0, 1)
-# Exponents by which the losses at the ends are scaled down, once and twice; float16 has no room for them.
+# Exponents by which losses are scaled: the last not at all, the first once, all others twice. float16 has no room for them.
 _SCALES = {torch.float64: 256, torch.float32: 32, torch.bfloat16: 32}
 
 
@@ -178,9 +178,9 @@ class LearningWatch(VotingWatch):
         self.waiting = {name: [] for name in self.uses}
 
     def scales(self, losses: Tensor) -> Tensor:
-        """One, but for the samples at the ends."""
+        """Up for most, not down for few: gradients are small, and would underflow."""
         exponent = _SCALES[self.plan.dtype]
-        scales = torch.ones_like(losses)
+        scales = torch.full_like(losses, 2.0 ** (2 * exponent))
         scales[:1] *= 2.0**-exponent
         scales[-1:] *= 2.0 ** (-2 * exponent)
         return scales
@@ -205,10 +205,13 @@ class LearningWatch(VotingWatch):
         keep_plan(asked, self.plan)
 
     def _confirm_some(self, steps: list[Step], heights: Tensor) -> None:
-        half = _SCALES[self.plan.dtype] / 2
+        exponent = _SCALES[self.plan.dtype]
         others = heights[:, 1:-1].amax(1)
-        small = (heights[:, 0] <= others * 2.0**-half) & (heights[:, -1] <= others * 2.0 ** (-3 * half))
-        found = values_of([small & others.isfinite(), others > 0])
+        small = heights[:, 0] <= others * 2.0 ** (-0.5 * exponent)
+        smaller = heights[:, -1] <= others * 2.0 ** (-1.5 * exponent)
+        # Gradients that one sample alone would lose at the end of the range, or many at the other, have other votes when scaled.
+        inside = (others == 0) | ((others >= 16.0) & (others <= 2.0 ** (3 * exponent)))
+        found = values_of([small & smaller & inside, others > 0])
         for step, clear, speaks in zip(steps, *found):
             if not clear or not (speaks or step.layout == _USUAL):
-                raise Unusual(f"samples do not lie first in {step.key}")
+                raise Unusual(f"samples do not lie first in {step.key}, or gradients are too small or large to tell")
