@@ -25,7 +25,7 @@ from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
-from gradfix.votes.engines.auto import ChosenEngine, choose, ends, fold_checked, remember, remembered
+from gradfix.votes.engines.auto import ChosenEngine, choose, ends, fold_checked, fold_hoped, remember, remembered
 from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
@@ -163,19 +163,22 @@ class InMemory(VoteRun[SignVotes]):
                 self.confirm(self._first)
 
     def choose(self, step: VoteStep) -> _FirstBatch | None:
-        """Pick the fastest engine that this model may have; what the step holds, if that is yet to be confirmed."""
+        """The engine that is remembered for this model; if none is, the step's batch, on which one is to be chosen."""
         known = remembered(self.model, self.loss, step.batch, self.tally)
         if known is not None:
             self.engine, self.notes = known.engine, [known.note]
             return None
-        losses = self._look_at_halves(step.batch)
-        good, bad = self.finite(step, losses)
-        first = _FirstBatch(step.first, good, bad, losses[torch.isfinite(losses)])
-        if good is not None:
-            first.choice = choose(self.model, self.loss, good, self.tally)
+        return _FirstBatch(step.first, step.batch, [], self._look_at_halves(step.batch))
+
+    def _decide(self, first: _FirstBatch) -> None:
+        """Pick the fastest engine that this model may have, by a plan."""
+        assert first.good is not None
+        first.good, first.bad = self.finite(VoteStep(first.number, first.good), first.losses)
+        first.losses = first.losses[torch.isfinite(first.losses)]
+        if first.good is not None:
+            first.choice = choose(self.model, self.loss, first.good, self.tally)
             self.engine, self.notes = first.choice.engine, [first.choice.note]
-            first.dtype = computed_in(self.model, self.loss, good, self.tally)
-        return first
+            first.dtype = computed_in(self.model, self.loss, first.good, self.tally)
 
     def _look_at_halves(self, batch: Batch) -> Tensor:
         size = batch_size(batch)
@@ -202,17 +205,23 @@ class InMemory(VoteRun[SignVotes]):
         return bad
 
     def _fold_first(self, first: _FirstBatch) -> list[Bad]:
-        if first.good is not None and self.engine is loop:
-            loop(self.model, self.loss, first.good, self.tally)
-        elif first.good is not None:
-            assert first.choice is not None
-            given = (self.model, self.loss, first.good, self.tally, first.losses)
-            first.reason = fold_checked(first.choice, *given)
+        first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, first.losses)
+        if first.choice is not None:
+            self.engine, self.notes = first.choice.engine, [first.choice.note]
+        else:
+            self._decide(first)
+            if first.good is not None and self.engine is loop:
+                loop(self.model, self.loss, first.good, self.tally)
+            elif first.good is not None:
+                assert first.choice is not None
+                given = (self.model, self.loss, first.good, self.tally, first.losses)
+                first.reason = fold_checked(first.choice, *given)
         self._settle(first)
         return first.bad
 
     def confirm(self, first: _FirstBatch) -> None:
-        """Check the engine where nobody folds the first batch: on few samples, and by the losses of all together."""
+        """Choose where nobody folds the first batch: by few samples, and by the losses of all together."""
+        self._decide(first)
         if first.good is not None and self.engine is not loop:
             assert first.choice is not None
             aside = Tally(self.tally.parameters)

@@ -1,6 +1,7 @@
 """The count while it is being taken: accumulators that an engine adds to, never in the parameter's dtype.
 
-A bf16 accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can."""
+A bf16 accumulator would stick at 256 and an int8 one wraps at 128, so the tally widens itself before it can.
+On a GPU many weights share a piece of memory: its allocator keeps up to a megabyte with each, and each costs launches."""
 
 from __future__ import annotations
 
@@ -12,6 +13,51 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.vectors.signvotes import dtype_for
+
+SHELF = 2**27  # entries
+APART = 256  # entries between the beginnings of two weights: kernels like addresses that are multiples of 16
+
+
+class Shelf:
+    """Counts that lie together: of one weight, or of many on a GPU."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, torch.Size] = {}
+        self.size = 0
+        self.counts = torch.empty(0)
+
+    def takes(self, entries: int) -> bool:
+        return not self.size or self.size + entries <= SHELF
+
+    def add(self, name: str, shape: torch.Size) -> None:
+        self.shapes[name] = shape
+        self.size += -(-shape.numel() // APART) * APART
+
+    def fill(self, counts: Tensor) -> dict[str, Tensor]:
+        """A view for each weight."""
+        self.counts, found, start = counts, dict[str, Tensor](), 0
+        for name, shape in self.shapes.items():
+            found[name] = counts[start : start + shape.numel()].view(shape)
+            start += -(-shape.numel() // APART) * APART
+        return found
+
+
+def lies_with_others(parameter: Tensor) -> bool:
+    return parameter.is_cuda
+
+
+def _shelves(parameters: Mapping[str, Tensor]) -> Iterator[tuple[Shelf, torch.device]]:
+    shelf, device = Shelf(), None
+    for name, parameter in parameters.items():
+        together = lies_with_others(parameter) and parameter.device == device
+        if shelf.shapes and not (together and shelf.takes(parameter.numel())):
+            assert device is not None
+            yield shelf, device
+            shelf = Shelf()
+        shelf.add(name, parameter.shape)
+        device = parameter.device
+    if device is not None:
+        yield shelf, device
 
 
 class Tally:
@@ -25,12 +71,11 @@ class Tally:
         self.count = 0
         self.looped: Counter[str] = Counter()
         self.apart: set[str] = set()
-        self._buffers = {
-            name: torch.empty(parameter.shape, dtype=torch.int8, device=parameter.device)
-            for name, parameter in self.parameters.items()
-        }
-        if self._buffers:
-            torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
+        self._buffers: dict[str, Tensor] = {}
+        self._shelves = list[Shelf]()
+        for shelf, device in _shelves(self.parameters):
+            self._buffers |= shelf.fill(torch.zeros(shelf.size, dtype=torch.int8, device=device))
+            self._shelves.append(shelf)
 
     @property
     def device(self) -> torch.device:
@@ -38,10 +83,12 @@ class Tally:
 
     def reserve(self, samples: int) -> None:
         self.count += samples
-        dtype = dtype_for(self.count)
-        for name, buffer in self._buffers.items():  # one by one: the old are gone before all new ones are there
-            if buffer.dtype != dtype:
-                self._buffers[name] = buffer.to(dtype)
+        self._widen(dtype_for(self.count))
+
+    def _widen(self, dtype: torch.dtype) -> None:
+        for shelf in self._shelves:  # one by one: the old are gone before all new ones are there
+            if shelf.counts.dtype != dtype:
+                self._buffers |= shelf.fill(shelf.counts.to(dtype))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._buffers[name]
@@ -52,16 +99,16 @@ class Tally:
     def load(self, tensors: Mapping[str, Tensor], count: int) -> None:
         """Continue from an earlier partial count."""
         self.count = count
-        dtype = dtype_for(count)
+        self._widen(dtype_for(count))
         for name, buffer in self._buffers.items():
-            self._buffers[name] = tensors[name].to(device=buffer.device, dtype=dtype)
+            buffer.copy_(tensors[name])
 
     def clear(self) -> None:
         """Begin again."""
         self.count = 0
         self.looped.clear()
         self.apart.clear()
-        torch._foreach_zero_(list(self._buffers.values()))
+        torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
 
     def told(self) -> list[str]:
         """What was not done in one pass, in words."""
@@ -95,7 +142,9 @@ class SpotCheck:
 
     def view(self, like: Tensor, name: str, own: Tensor) -> Tensor:
         """The entries of a weight's count that `like` are of `own`, the count of all samples."""
-        return self.tally[name].as_strided(like.shape, like.stride(), like.storage_offset() - own.storage_offset())
+        whole = self.tally[name]
+        start = whole.storage_offset() + like.storage_offset() - own.storage_offset()
+        return whole.as_strided(like.shape, like.stride(), start)
 
 
 class Sums(Tally):

@@ -102,7 +102,7 @@ def plan_for(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> PassPl
 
 def prepare(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> None:
     """Make a plan. Counts nothing."""
-    with _garbage_later():
+    with garbage_later():
         plan = _make_plan(BatchVote(model, loss, batch, tally, batch_size(batch)), whole=False)
     if not plan.ragged:
         _refuse_most(plan, tally)
@@ -123,7 +123,7 @@ def _run(asked: BatchVote) -> None:
 
 
 def _run_together(asked: BatchVote) -> None:
-    with _garbage_later():
+    with garbage_later():
         votes, losses = _forward(asked)
         if not all_finite(losses):
             raise NotFinite
@@ -137,10 +137,10 @@ def _run_together(asked: BatchVote) -> None:
         _vote_one_by_one(replace(asked, batch=some, tally=asked.spot.tally), votes.plan.left_out)
 
 
-def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def differ(losses: Tensor, expected: Tensor, dtype: torch.dtype) -> Tensor:
     """Whether the same samples have other losses in other company, beyond rounding."""
     allowed = ALLOWED_CHANGE.get(dtype, ALLOWED_CHANGE_16) * (expected.abs() + expected.abs().mean())
-    return bool(((losses.detach().to(expected) - expected).abs() > allowed).any())
+    return ((losses.detach().to(expected) - expected).abs() > allowed).any()
 
 
 def _run_again(known: Repeats, asked: BatchVote) -> None:
@@ -168,7 +168,7 @@ def _run_again(known: Repeats, asked: BatchVote) -> None:
 
 def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
     """A forward and backward that never waits for the device; gives whether all losses are finite."""
-    with _garbage_later():
+    with garbage_later():
         votes, losses = _trace(plan, asked)
         finite = torch.isfinite(losses).all()
         if reach(losses, asked.tally.parameters, votes.anchor).others:
@@ -178,7 +178,7 @@ def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
 
 
 @contextmanager
-def _garbage_later() -> Iterator[None]:
+def garbage_later() -> Iterator[None]:
     """No cycle collection in the middle of a pass: a device would wait for it."""
     enabled = gc.isenabled()
     gc.disable()
@@ -189,7 +189,7 @@ def _garbage_later() -> Iterator[None]:
             gc.enable()
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def uncompiled() -> AbstractContextManager[Any]:
     """A compiled model hides its operations; what it was compiled from runs instead."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -237,7 +237,7 @@ def _refuse_most(plan: PassPlan, tally: Tally) -> None:
 
 def _trace(plan: PassPlan, asked: BatchVote, hooks: bool = True) -> tuple[VotingWatch, Tensor]:
     votes = VotingWatch(plan, asked, hooks)
-    with _uncompiled(), votes.watching(asked.model), torch.enable_grad():
+    with uncompiled(), votes.watching(asked.model), torch.enable_grad():
         losses = asked.losses()
     if votes.position != len(plan.steps):
         raise PlanMismatch("fewer operations than planned")
@@ -250,7 +250,7 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     few = replace(asked, batch=small, count=batch_size(small))
     count, parameters = few.count, asked.tally.parameters
     watch = PlanningWatch(parameters, small, count, asked.tally.device)
-    with _uncompiled(), watch, torch.enable_grad():
+    with uncompiled(), watch, torch.enable_grad():
         losses = few.losses()
     if losses.shape != (count,):
         raise DataError(
@@ -272,10 +272,15 @@ def _make_plan(asked: BatchVote, whole: bool) -> PassPlan:
     watch.forget()
     if plan.left_out and (whole or not plan.ragged):
         _note(plan.left_out)
+    keep_plan(asked, plan)
+    return plan
+
+
+def keep_plan(asked: BatchVote, plan: PassPlan) -> None:
+    """For batches of this kind."""
     plans = _PLANS.setdefault(asked.model, {})
     for key in _keys(asked)[: 1 if plan.flat else 2]:
         plans[key] = plan
-    return plan
 
 
 class _Scaling:
@@ -295,7 +300,7 @@ class _Scaling:
         if self.shapes is None:
             less = take(self.few.batch, slice(0, self.few.count - 1))
             again = PlanningWatch(self.watch.parameters, less, self.few.count - 1, self.few.tally.device)
-            with _uncompiled(), again, torch.enable_grad():
+            with uncompiled(), again, torch.enable_grad():
                 losses_of(self.few.model, self.few.loss, less)
             self.shapes = dict(again.shapes())
             again.forget()

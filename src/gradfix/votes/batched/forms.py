@@ -303,7 +303,7 @@ def settle(uses: Sequence[tuple[Form, Tensor]], whole: Tensor) -> Iterator[tuple
         if all(_geometry(votes) == _geometry(first) for _, votes in group):
             yield combine([(form, lambda out: out) for form, _ in group], first.shape), first
         else:
-            yield Sum([(form, partial(_region, like=votes)) for form, votes in group], whole.shape), whole
+            yield Sum([(form, partial(_region, like=votes, of=whole)) for form, votes in group], whole.shape), whole
 
 
 def _geometry(view: Tensor) -> tuple[Any, ...]:
@@ -330,5 +330,5 @@ def overlaps_itself(view: Tensor) -> bool:
     return False
 
 
-def _region(out: Tensor, like: Tensor) -> Tensor:
-    return out.as_strided(like.shape, like.stride(), like.storage_offset())
+def _region(out: Tensor, like: Tensor, of: Tensor) -> Tensor:
+    return out.as_strided(like.shape, like.stride(), like.storage_offset() - of.storage_offset())

@@ -293,14 +293,23 @@ def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
         for child, _ in node.next_functions:
             parents.setdefault(child, []).append(node)
     found: set[Any] = set()
-    picking = [node for node in nodes if any(word in node.name() for word in _PICKING)]
-    waiting = [node for node in picking if node not in in_place]
+    waiting = [node for node in nodes if _picks(node) and node not in in_place]
     while waiting:
         for parent in parents.get(waiting.pop(), ()):
             if parent not in found:
                 found.add(parent)
                 waiting.append(parent)
     return found
+
+
+def picks_rows(losses: Tensor, in_place: Collection[Any]) -> bool:
+    """Whether any rows are picked by an index on the way to the losses, other than by nodes that leave them `in_place`."""
+    return any(_picks(node) and node not in in_place for node in _nodes(losses))
+
+
+def _picks(node: Any) -> bool:
+    name = node.name()
+    return any(word in name for word in _PICKING)
 
 
 def _nodes(losses: Tensor) -> Iterator[Any]:

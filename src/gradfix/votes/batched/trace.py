@@ -46,6 +46,8 @@ from gradfix.votes.batched.watch import (
     tensors_in,
 )
 
+Given = tuple[Any, tuple[Any, ...], dict[str, Any]]  # a function and its arguments
+_PLACED = {torch.as_strided, Tensor.as_strided}  # in a weight's memory, which is not laid out as the tally's
 _CASTS = {getattr(Tensor, name) for name in ["to", "float", "half", "bfloat16", "double", "type_as", "contiguous"]}
 
 
@@ -130,14 +132,18 @@ class VotingWatch(Watch):
         else:
             output = self._tapped(step, func, args, kwargs)
         if step is not None and not step.on_samples:
-            made = made_by(func, args, output)
-            if made is not output and any(weight.uses for weight in weights if weight.tensor is made):
-                raise NeedsLoop("a weight is changed after it was used")
-            self.track(made, weights, None, step.role == "derive")
-            self._follow_views(func, args, kwargs, weights, output)
-            if step.role == "derive" and _saving_is_redirected():
-                self._refuse_recomputed(made)
+            self.follow(step, (func, args, kwargs), weights, output)
         return output
+
+    def follow(self, step: Step, given: Given, weights: list[Tracked], output: Any) -> None:
+        """What an operation on weights alone gives is a weight, too."""
+        made = made_by(*given[:2], output)
+        if made is not output and any(weight.uses for weight in weights if weight.tensor is made):
+            raise NeedsLoop("a weight is changed after it was used")
+        self.track(made, weights, None, step.role == "derive")
+        self._follow_views(*given, weights, output)
+        if step.role == "derive" and _saving_is_redirected():
+            self._refuse_recomputed(made)
 
     def _may_hold_weights(self, values: Iterable[Any]) -> bool:
         tracked = self.tracked
@@ -157,10 +163,8 @@ class VotingWatch(Watch):
         if call is None:
             return None
         step = self._advance()
-        if kwargs:
-            output = func(*values[: len(args)], **dict(zip(places.names, values[len(args) :])))
-        else:
-            output = func(*values)
+        named = dict(zip(places.names, values[len(args) :])) if kwargs else {}
+        output = func(*values[: len(args)], **named)
         return self._watched(step, call, output, redirected=False)
 
     def _next(self, key: Key) -> Step | None:
@@ -270,15 +274,14 @@ class VotingWatch(Watch):
         return found.without_grad()
 
     def _is_live(self, tensor: Tensor) -> bool:
-        found = self.tracked.get(id(tensor))
-        return found is not None and found.live
+        return (found := self.tracked.get(id(tensor))) is not None and found.live
 
     def _follow_views(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tracked], output: Any
     ) -> None:
         """Where a derived weight is a view or a cast of another, its votes are the same view of the tally."""
         source = weights[0]
-        if source.votes is None or len(weights) > 1:
+        if source.votes is None or len(weights) > 1 or func in _PLACED:
             return
         outputs = list(tensors_in(output))
         if func in _CASTS:
@@ -355,11 +358,14 @@ class VotingWatch(Watch):
     def backward(self, losses: Tensor) -> None:
         """Run the backward pass and fold the votes of all uses."""
         self.replaying = True
-        ones = torch.ones_like(losses)
+        scales = self.scales(losses)
         with self if self.recomputes else nullcontext():  # a forward that runs again must repeat its taps
-            inside(torch.autograd.backward)(losses, ones, inputs=[self.anchor])
+            inside(torch.autograd.backward)(losses, scales, inputs=[self.anchor])
         self._finish()
         self.forget()
+
+    def scales(self, losses: Tensor) -> Tensor:
+        return torch.ones_like(losses)
 
     def _finish(self) -> None:
         """Fold weights of which some use reached no loss, and all the small ones at once."""

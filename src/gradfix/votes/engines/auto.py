@@ -2,8 +2,8 @@
 
 The batched engine votes on the first batch and counts its first and its last sample once more; the loop takes these votes
 back, and what is left must be rounding. The losses of the batch as a whole must be those of its halves, or its samples depend
-on each other. Where something is wrong, the batch is voted on again by the loop. The choice and its reason go into the
-notes of the votes.
+on each other. That is tried without a plan first; where it does not work out, a plan is made and the same asked of it. Where
+something is wrong still, the batch is voted on again by the loop. The choice and its reason go into the notes of the votes.
 What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from gradfix.checkpoints.identity import values_of
 from gradfix.system.modules import device_room
 from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
+from gradfix.votes.batched.first_pass import LEAST_SAMPLES, learn
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
+from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
-from gradfix.votes.engines.passes import Batch, Loss, batch_size, samples, take
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, map_tensors, samples, take
 from gradfix.votes.tally import SpotCheck, Tally
 
 CHECKED_SAMPLES = 2
@@ -65,15 +67,44 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEn
 
 def ends(batch: Batch) -> Batch:
     """The samples that are compared, copied: models may ask for views that others in between would forbid."""
-    return take(batch, torch.tensor([0, batch_size(batch) - 1]))
+    both = take(
+        batch, slice(0, None, batch_size(batch) - 1)
+    )  # a list of numbers would be sent, and the device waited for
+    return map_tensors(torch.clone, both)
+
+
+def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor) -> ChosenEngine | None:
+    """Fold the first batch of a tally without a plan, and give the engine if all that is asked of it holds.
+
+    Else nothing is folded, whatever the reason was: a plan tells more."""
+    size, held = batch_size(batch), _allocated(tally)
+    if size < LEAST_SAMPLES or tally.count:
+        return None
+    trial = _trial(tally)
+    asked = BatchVote(model, loss, batch, tally, size, expected, SpotCheck(trial, (0, size - 1)))
+    try:
+        learned = learn(asked)
+        bytes_per_sample = (_peak(tally) - held) / size
+        if not disagreements(model, loss, ends(batch), trial, learned.plan.dtype):
+            learned.confirm(asked)
+            return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
+    except Exception:  # what a model or its data do wrong is found again, and told
+        pass
+    tally.clear()
+    return None
+
+
+def _trial(tally: Tally) -> Tally:
+    trial = Tally(tally.parameters)
+    trial.reserve(CHECKED_SAMPLES)
+    return trial
 
 
 def fold_checked(
     choice: ChosenEngine, model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor | None = None
 ) -> str | None:
     """Fold the first batch of a tally; where the engine cannot be trusted it is the loop that does it, and the reason is given."""
-    trial, size = Tally(tally.parameters), batch_size(batch)
-    trial.reserve(CHECKED_SAMPLES)
+    trial, size = _trial(tally), batch_size(batch)
     try:
         choice.engine(model, loss, batch, tally, expected=expected, spot=SpotCheck(trial, (0, size - 1)))
         if tally.looped:
@@ -94,7 +125,7 @@ def _failed(error: Exception) -> str:
 
 
 def _disagreement(model: nn.Module, loss: Loss, few: Batch, trial: Tally) -> str | None:
-    wrong = disagreements(model, loss, few, trial)
+    wrong = disagreements(model, loss, few, trial, computed_in(model, loss, few, trial))
     if not wrong:
         return None
     name, share = max(wrong.items(), key=lambda item: item[1])
@@ -148,37 +179,46 @@ class _TakingBack:
         highest = (
             torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
         )
-        small = (self.noise * highest).repeat_interleave(torch.tensor(sizes, device=flat.device), output_size=len(flat))
+        small = (self.noise * highest).repeat_interleave(_sent(sizes, flat.device), output_size=len(flat))
         own = [self.trial[name].view(-1) for name in names]
         votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
         torch._foreach_copy_(own, list(votes.split(sizes)))
         self.found.append((names, highest))
 
-    def heights(self) -> dict[str, float]:
-        """Of every tensor, its largest gradient in any sample."""
+    def told(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """Of every tensor: its largest gradient in any sample, and the votes left, and how many of them mean nothing.
+
+        The device is waited for here and nowhere before, so that it works off the batch while samples are launched."""
+        left = list(_left(self.trial))
+        highest, counts = (values_of([values for _, values in found]) for found in (self.found, left))
         largest: dict[str, float] = {}
-        told = values_of([highest for _, highest in self.found])
-        for (names, _), heights in zip(self.found, told):
+        for (names, _), heights in zip(self.found, highest):
             for name, height in zip(names, heights):
                 largest[name] = max(largest.get(name, height), height)
-        return largest
+        pairs = {n: pair for (names, _), told in zip(left, counts) for n, *pair in zip(names, told[::2], told[1::2])}
+        return largest, {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
 
 
-def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> dict[str, float]:
-    """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding explains.
+def _sent(numbers: list[int], device: torch.device) -> Tensor:
+    """On the device, without waiting for what it is busy with."""
+    told = torch.tensor(numbers)
+    return told.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else told
+
+
+def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally, dtype: torch.dtype) -> dict[str, float]:
+    """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding in this dtype explains.
 
     Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
     where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
-    dtype = computed_in(model, loss, batch, trial)
     of_all, of_tensor = NOISE.get(dtype, NOISE_16)
     taking = _TakingBack(trial, of_tensor)
     with folding(trial.parameters, taking.add):
         for sample in samples(batch):
             backward(loss, model, sample)
             taking.flush()
-    heights = taking.heights()
+    heights, counts = taking.told()
     scale, wrong = max(heights.values(), default=0.0), {}
-    for name, (left, untold) in _left(trial).items():
+    for name, (left, untold) in counts.items():
         if heights.get(name, scale) <= of_all * scale:
             continue
         count = trial[name].numel() - untold
@@ -189,17 +229,14 @@ def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally) -> d
     return wrong
 
 
-def _left(trial: Tally) -> dict[str, tuple[int, int]]:
+def _left(trial: Tally) -> Iterator[tuple[list[str], Tensor]]:
     """Per tensor, the votes that were not taken back, and how many of them mean nothing."""
-    names, left, untold = list[str](), list[Tensor](), list[Tensor]()
-    for some in _together(trial):
-        votes = [trial[name].view(-1) for name in some]
+    for names in _together(trial):
+        votes = [trial[name].view(-1) for name in names]
         flat, sizes = torch.cat(votes), [len(own) for own in votes]
-        names += some
-        left += torch._foreach_norm((flat != 0).float().split(sizes), 1)  # sums, in a few launches
-        untold += torch._foreach_norm((flat >= MEANINGLESS // 2).float().split(sizes), 1)
-    counts = zip(names, values_of(left), values_of(untold))
-    return {name: (round(some), round(none)) for name, (some,), (none,) in counts}
+        kinds = (flat != 0, flat >= MEANINGLESS // 2)
+        sums = [torch.stack(torch._foreach_norm(kind.float().split(sizes), 1)) for kind in kinds]  # in a few launches
+        yield names, torch.stack(sums, 1)
 
 
 def _together(trial: Tally) -> Iterator[list[str]]:
