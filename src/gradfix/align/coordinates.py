@@ -61,20 +61,35 @@ OUTSIDES.register("theseus")("activations")
 
 
 def polar(cross: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition, by matrix products alone: fast on every device.
+    """U V^T of the singular value decomposition: by matrix products alone, where these are faster than the decomposition.
 
     Directions that are not told from rounding (a millionth of the strongest one in float32) have no evidence behind
     them and fade out instead of being turned at random."""
     tall = cross.shape[0] >= cross.shape[1]
     x = cross if tall else cross.T
     x = x / (1.01 * _no_smaller_than_the_largest(x)).clamp(min=torch.finfo(x.dtype).tiny)
+    x = _by_decomposition(x) if x.device.type == "cpu" else _by_products(x)
+    return x if tall else x.T
+
+
+def _by_products(x: Tensor) -> Tensor:
+    """Singular values from 0 to 1 become 1; very small ones stay small."""
     sweeps, polish = (17, 8) if x.dtype == torch.float64 else (10, 6)
     for _ in range(sweeps):
-        gram = x.T @ x
+        gram = x.mT @ x
         x = 3.4445 * x + x @ (2.0315 * gram @ gram - 4.7750 * gram)
     for _ in range(polish):
-        x = 1.5 * x - 0.5 * x @ (x.T @ x)
-    return x if tall else x.T
+        x = 1.5 * x - 0.5 * x @ (x.mT @ x)
+    return x
+
+
+def _by_decomposition(x: Tensor) -> Tensor:
+    """The same of the singular values alone."""
+    try:
+        left, sizes, right = torch.linalg.svd(x, full_matrices=False)
+    except torch.linalg.LinAlgError:  # it did not converge, or there was nothing finite to decompose
+        return _by_products(x)
+    return (left * _by_products(sizes[:, None, None])[:, 0, 0]) @ right
 
 
 def _no_smaller_than_the_largest(x: Tensor) -> Tensor:

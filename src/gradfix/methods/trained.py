@@ -27,13 +27,13 @@ from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training import relations
-from gradfix.training.best import Best, best, lesson_for, remembered
+from gradfix.training.best import Best, best, lesson_for, vocabulary
 from gradfix.training.costs import Work
 from gradfix.training.distil import Lesson, Teaching, can_teach
 from gradfix.training.finetuning import cooling, finetune, fitting_rate, tune
 from gradfix.training.lowrank import moved_by
 from gradfix.training.relations import Relations
-from gradfix.training.starts import COORDINATES, Start as Walked, best_start, in_coordinates, probe_of
+from gradfix.training.starts import COORDINATES, Lent, Old, Start as Walked, best_start, in_coordinates, probe_of
 from gradfix.training.steps import change
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
@@ -166,12 +166,25 @@ def by_recipe(trial: Trial, support: Support) -> Outcome:
         try:
             return best(
                 trial.bound, trial.own_tau, examples, teacher=trial.teacher(), unlabelled=trial.unlabelled,
-                old=trial.old(), seed=support.seed,
+                old=_lending(trial, support) if examples is support.examples else trial.old(), seed=support.seed,
             )  # fmt: skip
         except (DataError, UsageError) as error:
             raise NotHere(str(error)) from error
 
     return _judged(trial, support, run)
+
+
+def _lending(trial: Trial, support: Support) -> Old | None:
+    """The old side; where methods are compared, with the lesson and the vector that `bico` is made of."""
+    old = trial.old()
+    if old is None or not trial.judged or isinstance(trial.bound, EmbeddingBound):
+        return old
+    try:
+        found = _shared_turn(trial, support, "bico")
+    except NotHere:
+        return old
+    assert isinstance(found.lesson, Lesson)
+    return replace(old, lent=Lent(found.lesson, found.vector))
 
 
 def _judged(trial: Trial, support: Support, run: Callable[[Sequence[Example]], Best]) -> Outcome:
@@ -257,8 +270,9 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
         return Turned(moved.vector, related)
 
     def ask() -> Lesson:
+        words = vocabulary(trial.bound, trial.own_tau, teacher, old)
         lesson, asked = lesson_for(
-            trial.bound, teacher, support.examples, trial.unlabelled, remembered(teacher, old.tau), recipe, support.seed
+            trial.bound, teacher, support.examples, trial.unlabelled, words, recipe, support.seed
         )  # fmt: skip
         trial.bill.own += Work(forward=asked)
         return lesson

@@ -28,6 +28,8 @@ from gradfix.system.processes import current
 Example = Mapping[str, Any]  # the columns of one row: "text" or "image", ..., and "label" as a string
 Batch = dict[str, Tensor]
 Prompts = str | Sequence[str]  # one prompt of a label, or several that are averaged
+A_PASS = 32  # tokens that take as long on a CPU as one pass more
+LETTERS = 4  # of a token
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,17 @@ class Bound(ABC):
 
     def scoring_batches(self, examples: Sequence[Example], size: int = 16) -> Iterator[Batch]:
         """Batches of like lengths, for sums over samples: short texts are not padded to long ones."""
-        return self.batches([examples[place] for place in by_length(examples)], size)
+        ordered = [examples[place] for place in by_length(examples)]
+        for first in range(0, len(ordered), size):
+            yield from map(self.collate, self.stretches(ordered[first : first + size]))
+
+    def stretches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        """The examples by length, in parts that take the least time one after the other.
+
+        Override it where examples must stay together."""
+        if not computes_padding(self.model):
+            return [list(examples)]
+        return [[examples[place] for place in part] for part in alike([_letters(one) / LETTERS for one in examples])]
 
 
 def settings_of(*things: object) -> str:
@@ -168,12 +180,32 @@ def _plain(value: Any) -> Any:
 
 def by_length(examples: Sequence[Example]) -> list[int]:
     """Places of the examples, short texts first; images keep their order."""
-    columns = ("text", "text_pair", "prompt", "messages")
+    return sorted(range(len(examples)), key=lambda place: _letters(examples[place]))
 
-    def length(place: int) -> int:
-        return sum(len(str(examples[place].get(column) or "")) for column in columns)
 
-    return sorted(range(len(examples)), key=length)
+def _letters(example: Example) -> int:
+    return sum(len(str(example.get(column) or "")) for column in ("text", "text_pair", "prompt", "messages"))
+
+
+def computes_padding(model: nn.Module) -> bool:
+    """Whether padding takes as long as tokens do: on a CPU. A card is done with all of it at once, and processes that go
+    in step must all make as many passes."""
+    return next(model.parameters()).device.type == "cpu" and not current().in_step
+
+
+def alike(lengths: Sequence[float]) -> list[list[int]]:
+    """Places in stretches of like lengths, short ones first, with the least padding and the fewest stretches together."""
+    order = sorted(range(len(lengths)), key=lambda place: lengths[place])
+    price: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many, and where their last stretch begins
+    for end, place in enumerate(order, 1):
+        price.append(min((price[first][0] + (end - first) * lengths[place] + A_PASS, first) for first in range(end)))
+    found: list[list[int]] = []
+    end = len(order)
+    while end:
+        first = price[end][1]
+        found.append(order[first:end])
+        end = first
+    return found[::-1]
 
 
 class ClosedSet(Bound):

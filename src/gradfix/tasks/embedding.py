@@ -223,6 +223,9 @@ class EmbeddingBound(Bound):
         texts, hidden = _contrast(members)
         return self._contrasts(self.embed(model, self.encoder.read(texts)), hidden)
 
+    def stretches(self, examples: Sequence[Example]) -> list[list[Example]]:
+        return [list(examples)]
+
     def step_losses(self, model: nn.Module, examples: Sequence[Example]) -> list[Callable[[], Tensor]]:
         """Processes that share a step read some of its texts each, and contrast all of them as one process does."""
         members, processes = self.linked(examples), current().size

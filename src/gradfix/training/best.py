@@ -122,10 +122,12 @@ def best(
     if isinstance(bound, EmbeddingBound):
         return _by_relations(bound, tau, examples, teacher, unlabelled or (), old, recipe, seed)
     labelled = bound.collate(examples) if examples else None
-    vocabulary = remembered(bound, tau) if tau is not None else None
-    if tau is None and old is not None and teacher is not None:
-        vocabulary = remembered(teacher, old.tau)
-    lesson, asked = lesson_for(bound, teacher, examples, unlabelled or (), vocabulary, recipe, seed)
+    lent = old.lent if old is not None else None
+    if lent is None:
+        words = vocabulary(bound, tau, teacher, old)
+        lesson, asked = lesson_for(bound, teacher, examples, unlabelled or (), words, recipe, seed)
+    else:
+        lesson, asked = lent.lesson, 0
     rate = recipe.rate * step_unit(bound, tau, teacher, old)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
@@ -149,7 +151,7 @@ def best(
     walked = sum(len(one.curve) for one in tried)
     work += Work(forward=passes + asked + probed + looked, backward=passes, steps=recipe.steps, vectors=walked)
     parts = {
-        **_told(start, tried), **found, "rate": size, "steps": recipe.steps, "asked": asked,
+        **_told(start, tried), **found, "rate": size, "steps": recipe.steps, "asked": len(lesson),
     }  # fmt: skip
     verdict = "taught" if start.name == NONE else "transported"
     return Best(update, verdict, start.alpha, start.name, parts, work, time.perf_counter() - began)
@@ -191,7 +193,9 @@ def _vectors(
     told: dict[str, Any] = {}
     if old is not None:
         told["correspondence"] = old.as_json()
-    if old is not None and teacher is not None and len(lesson) and old.correspondence.linear:
+    if old is not None and old.lent is not None:
+        vectors[COORDINATES], work = old.lent.vector, Work(vectors=1)
+    elif old is not None and teacher is not None and len(lesson) and old.correspondence.linear:
         try:
             moved = in_coordinates(bound, teacher, old, lesson, recipe)
         except (DataError, UsageError) as error:  # the other starts, and the lessons, need no coordinates
@@ -296,6 +300,13 @@ def _unanswered(batch: Batch) -> Batch:
     """The batch with a placeholder for every label: tasks may count on the entry, nobody reads its values."""
     first = next(iter(batch.values()))
     return {**batch, "labels": torch.zeros(len(first), dtype=torch.long, device=first.device)}
+
+
+def vocabulary(bound: Bound, tau: TaskVector | None, teacher: Bound | None, old: Old | None) -> Tensor | None:
+    """What a lesson's made-up texts draw words from; None where nobody knows what the fine-tune has read."""
+    if tau is not None:
+        return remembered(bound, tau)
+    return remembered(teacher, old.tau) if teacher is not None and old is not None else None
 
 
 def remembered(bound: Bound, tau: TaskVector) -> Tensor | None:

@@ -23,7 +23,7 @@ from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import current
-from gradfix.tasks.base import Bound, Task
+from gradfix.tasks.base import Bound, Task, alike, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training.steps import Training, draws, trainable_weights
@@ -137,9 +137,26 @@ def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
     if "attention_mask" in batch:
         order = batch["attention_mask"].flatten(1).sum(1).argsort().cpu()
     with left_as_it_was(bound.model):
-        ask = current().each(lambda rows: bound.logits(bound.model, take(batch, rows)).float(), order.split(size))
+        ask = current().each(lambda rows: logits_of(bound, take(batch, rows)).float(), order.split(size))
     found = torch.cat(ask)
     return found[order.argsort().to(found.device)]
+
+
+def logits_of(bound: Bound, batch: Batch) -> Tensor:
+    return in_stretches(bound.model, batch, lambda part: bound.logits(bound.model, part))
+
+
+def in_stretches(model: nn.Module, batch: Batch, ask: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
+    """What is asked of a batch, in its order: stretches of like lengths one by one where padding would take time."""
+    parts = [range(0)]
+    if "attention_mask" in batch and computes_padding(model):
+        lengths = batch["attention_mask"].sum(-1).reshape(len(batch["attention_mask"]), -1)
+        parts = alike((lengths.amax(1) * lengths.shape[1]).tolist())
+    if len(parts) == 1:
+        return ask(dict(batch))
+    places = [torch.tensor(part) for part in parts]
+    found = torch.cat([ask(take(batch, rows)) for rows in places])
+    return found[torch.cat(places).argsort()]
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
@@ -196,7 +213,7 @@ def _losses(
             loss = weight * bound.loss(bound.model, dict(take(seen, torch.tensor(known)))).sum() / len(seen["labels"])
         if len(asked) and told is not None:
             piece = told.take(torch.tensor(asked))
-            found = bound.logits(bound.model, dict(piece.inputs))
+            found = logits_of(bound, piece.inputs)
             loss = loss + divergence(found, piece.answers.to(found), temperature).sum() / len(told)
         assert isinstance(loss, Tensor)
         return loss
@@ -212,10 +229,10 @@ def _loss(bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, 
         assert seen is not None
         return bound.loss(bound.model, dict(seen)).mean()
     if seen is None:
-        found = bound.logits(bound.model, dict(told.inputs))
+        found = logits_of(bound, told.inputs)
         return divergence(found, told.answers.to(found), temperature).mean()
     labels = seen["labels"]
-    found = bound.logits(bound.model, join(seen, told.inputs))
+    found = logits_of(bound, join(seen, told.inputs))
     known, asked = found[: len(labels)], found[len(labels) :]
     lesson = divergence(asked, told.answers.to(asked), temperature).mean()
     return weight * functional.cross_entropy(known, labels) + lesson

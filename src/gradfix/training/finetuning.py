@@ -201,8 +201,9 @@ def tune(
 
     def parts(rows: Sequence[int]) -> Iterator[Callable[[], Tensor]]:
         for first in range(0, len(rows), PIECE):
-            for loss in bound.step_losses(bound.model, [examples[row] for row in rows[first : first + PIECE]]):
-                yield partial(share, loss, len(rows))
+            for part in bound.stretches([examples[row] for row in rows[first : first + PIECE]]):
+                for loss in bound.step_losses(bound.model, part):
+                    yield partial(share, loss, len(rows))
 
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):

@@ -23,7 +23,7 @@ from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
 from gradfix.training.costs import Work
-from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, take
+from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, take
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
 from gradfix.training.steps import Training, change, draws, trainable_weights, warmed
@@ -202,7 +202,7 @@ def probe_of(bound: EmbeddingBound, lesson: Relations, recipe: Teaching) -> tupl
 
     @torch.no_grad()
     def measure() -> float:
-        return sharpness(bound.embed(bound.model, held), wanted, Relating().temperature)[1]
+        return sharpness(_embedded(bound, held), wanted, Relating().temperature)[1]
 
     return measure, len(rows)
 
@@ -309,7 +309,7 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
             for step in range(how.steps):
                 rows = torch.tensor([*next(related), *(count - known + place for place in next(labelled))])
                 rows = rows.unique()
-                found = bound.embed(bound.model, take(lesson.inputs, rows))
+                found = _embedded(bound, take(lesson.inputs, rows))
                 places = rows.to(found.device)
                 everyone = memory.clone()
                 everyone[places] = found
@@ -323,9 +323,13 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
     return how.steps * sum(shares)
 
 
+def _embedded(bound: EmbeddingBound, batch: Batch) -> Tensor:
+    return in_stretches(bound.model, batch, lambda part: bound.embed(bound.model, part))
+
+
 def _read(bound: EmbeddingBound, lesson: Relations, size: int = 128) -> Tensor:
     with torch.no_grad():
-        parts = [bound.embed(bound.model, take(lesson.inputs, rows)) for rows in torch.arange(len(lesson)).split(size)]
+        parts = [_embedded(bound, take(lesson.inputs, rows)) for rows in torch.arange(len(lesson)).split(size)]
     return torch.cat(parts)
 
 

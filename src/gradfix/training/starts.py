@@ -28,6 +28,14 @@ NONE, PLAIN, PERMUTED, COORDINATES = "none", "plain", "permuted", "coordinates"
 
 
 @dataclass(frozen=True)
+class Lent:
+    """What another method has made of the same examples, and answers for: a lesson, and the vector its maps turned."""
+
+    lesson: Lesson
+    vector: TaskVector
+
+
+@dataclass(frozen=True)
 class Old:
     """The old side beyond its answers: the vector under the teacher's names, and what answers to what.
 
@@ -38,6 +46,7 @@ class Old:
     correspondence: Correspondence
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     permuted: Callable[[], TaskVector] | None = None
+    lent: Lent | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {"hash": self.correspondence.hash, "says": self.correspondence.lines()}
@@ -126,7 +135,7 @@ def in_coordinates(
     count = min(recipe.mapped, spare if spare >= recipe.probes else len(lesson))
     labels = lesson.answers.argmax(-1)
     batches = []
-    for rows in torch.arange(count).split(recipe.map_batch):
+    for rows in _by_length(lesson.inputs, count).split(recipe.map_batch):
         told = labels[rows.to(labels.device)]
         sides = [take(side, rows) for side in (lesson.theirs, lesson.inputs)]
         batches.append(({**sides[0], "labels": told}, {**sides[1], "labels": told}))
@@ -136,6 +145,13 @@ def in_coordinates(
             old.tau, old.correspondence, Side(teacher.model, _asked(teacher)), Side(bound.model, _asked(bound)),
             batches, method=method, rows=old.rows,
         )  # fmt: skip
+
+
+def _by_length(inputs: Batch, count: int) -> Tensor:
+    """The first so many rows, short texts first: sums over all of them are the same in any order."""
+    if "attention_mask" not in inputs:
+        return torch.arange(count)
+    return inputs["attention_mask"][:count].flatten(1).sum(1).argsort(stable=True).cpu()
 
 
 def _asked(bound: Bound) -> Callable[[nn.Module, Any], Tensor]:
