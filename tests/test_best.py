@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gradfix.methods.comparison import compare
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound
 from gradfix.training.bank import bank, beside_sentences, in_the_language_of_the_bank
-from gradfix.training.best import Best, best, remembered
+from gradfix.training.best import Best, best, lesson_for, remembered
 from gradfix.training.distil import (
     Lesson,
     Teaching,
@@ -29,7 +30,7 @@ from gradfix.training.distil import (
     unbiased_divergence,
 )
 from gradfix.training.remix import remix, splice_words
-from gradfix.training.starts import Old, step_unit
+from gradfix.training.starts import Lent, Old, in_coordinates, step_unit
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
@@ -329,6 +330,19 @@ def test_the_better_start_is_taken_and_named(pair: dict[str, Any]) -> None:
     assert len(found.parts["correspondence"]["hash"]) == 64
     tuned = dict(pair["tuned"].named_parameters())
     assert all(torch.equal(p, tuned[name]) for name, p in teacher.model.named_parameters())
+
+
+def test_what_another_method_made_is_taken_and_not_billed(pair: dict[str, Any]) -> None:
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    shapes = {name: tuple(p.shape) for name, p in pair["base"].named_parameters()}
+    old, teacher, recipe = Old(tau, correspond(shapes, shapes)), NumbersBound(pair["tuned"]), Teaching(steps=3, pool=99)
+    lesson, asked = lesson_for(pair["target"], teacher, rows(6, 40, 0.7), [], None, recipe, 3)
+    moved = in_coordinates(pair["target"], teacher, old, lesson, recipe)["bico"]
+    alone, lent = (of(pair, old=replace(old, lent=one), recipe=recipe) for one in (None, Lent(lesson, moved.vector)))
+    assert all(torch.equal(alone.update[name], lent.update[name]) for name in alone.update)
+    assert alone.parts == lent.parts
+    assert alone.work.forward - lent.work.forward == asked + moved.passes
+    assert alone.work.backward - lent.work.backward == moved.passes
 
 
 def test_without_maps_the_units_are_put_in_order(pair: dict[str, Any]) -> None:

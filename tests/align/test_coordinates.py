@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
-from gradfix.align.coordinates import OUTSIDES, Side, move, polar
+from gradfix.align.coordinates import OUTSIDES, Side, _by_decomposition, _by_products, move, polar
 from gradfix.align.correspondence import correspond, depth_rule
 from gradfix.align.pairing import side_by_side
 from gradfix.vectors.taskvector import TaskVector
@@ -76,6 +76,16 @@ def test_polar_is_the_orthogonal_factor(shape):
     cross = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
     left, _, right = torch.linalg.svd(cross, full_matrices=False)
     assert torch.allclose(polar(cross), left @ right, atol=1e-9)
+
+
+@pytest.mark.parametrize("falls", [0, 3, 12])
+def test_decomposition_and_products_agree(falls):
+    """Also on directions that fade out: both ways make the same of a singular value."""
+    left, right = torch.linalg.qr(torch.randn(2, 24, 24, generator=torch.Generator().manual_seed(falls)).double())[0]
+    x = (left * torch.logspace(0, -falls, 24).double()) @ right
+    rounding = max(1e-9, 10.0 ** (falls - 15))
+    assert torch.allclose(_by_decomposition(x), _by_products(x), atol=rounding)
+    assert torch.isnan(_by_decomposition(x * float("nan"))).all()
 
 
 def test_polar_leaves_out_what_no_input_reached():

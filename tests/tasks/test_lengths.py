@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+from torch.nn import functional
 
-from gradfix.tasks import TASKS
+from gradfix.tasks import TASKS, base
+from gradfix.tasks.base import A_PASS, Batch, alike
+from gradfix.tasks.scoring import evaluate
+from gradfix.training.distil import in_stretches
+from tests.tasks.families import CASES
 from tests.tiny import VOCAB, save_tiny, save_tokenizer, toy_texts
 
 LABELS = {"negative": "bad", "positive": "good"}
@@ -86,3 +94,51 @@ def test_free_answers_are_measured_by_exact_match(tmp_path: Path) -> None:
     assert TASKS["causal"](LABELS).open(folder).measure == "accuracy"
     bound = TASKS["causal"](LABELS, scoring="generate").open(folder)  # type: ignore[call-arg]
     assert bound.measure == "exact match" and bound.collate(toy_texts(2))
+
+
+@given(st.lists(st.integers(1, 60), max_size=9))
+def test_stretches_are_the_cheapest_of_all_ways_to_cut(lengths: list[int]) -> None:
+    def price(parts: list[list[int]]) -> int:
+        return sum(len(part) * max(part) + A_PASS for part in parts)
+
+    found = alike(lengths)
+    assert sorted(place for part in found for place in part) == list(range(len(lengths)))
+    inorder = sorted(lengths)
+    assert [lengths[place] for part in found for place in part] == inorder
+    ways = [
+        [inorder[first:last] for first, last in pairwise([0, *cuts, len(lengths)])]
+        for count in range(len(lengths))
+        for cuts in combinations(range(1, len(lengths)), count)
+    ]
+    assert price([[lengths[place] for place in part] for part in found]) == min(map(price, ways), default=0)
+
+
+@pytest.mark.parametrize("family", ["zero-shot", "classification"])
+def test_stretches_change_neither_answers_nor_gradients(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = next(case for case in CASES if case.task == family and not case.images)
+    bound = case.open(case.save(tmp_path), torch.float64)
+    rows = [{**row, "text": " ".join([row["text"]] * (1 + 5 * (n % 3)))} for n, row in enumerate(case.rows(12))]
+    whole = bound.collate(rows)
+    passes: list[int] = []
+
+    def answered(price: int) -> tuple[Tensor, list[Tensor], dict[str, float]]:
+        monkeypatch.setattr(base, "A_PASS", price)
+        bound.model.zero_grad()
+        before = len(passes)
+        found = in_stretches(bound.model, whole, ask)
+        passes.append(len(passes) - before)
+        functional.cross_entropy(found, whole["labels"]).backward()
+        gradients = [p.grad.clone() for p in bound.model.parameters() if p.grad is not None]
+        return found.detach(), gradients, evaluate(bound.model, bound, bound.scoring_batches(rows, 12))
+
+    def ask(batch: Batch) -> Tensor:
+        passes.append(0)
+        return bound.logits(bound.model, batch)
+
+    one, several = answered(10**6), answered(1)
+    assert passes[1] == 1 and passes[-1] >= 3
+    torch.testing.assert_close(one[0], several[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(one[1], several[1], rtol=0, atol=1e-12)
+    assert one[2] == pytest.approx(several[2])

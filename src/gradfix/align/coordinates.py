@@ -67,13 +67,30 @@ def polar(cross: Tensor) -> Tensor:
     them and fade out instead of being turned at random."""
     tall = cross.shape[0] >= cross.shape[1]
     x = cross if tall else cross.T
-    x = x / (1.01 * _no_smaller_than_the_largest(x)).clamp(min=torch.finfo(x.dtype).tiny)
     x = _by_decomposition(x) if x.device.type == "cpu" else _by_products(x)
     return x if tall else x.T
 
 
 def _by_products(x: Tensor) -> Tensor:
-    """Singular values from 0 to 1 become 1; very small ones stay small."""
+    return _risen(x / _room_above(_no_smaller_than_the_largest(x)))
+
+
+def _by_decomposition(x: Tensor) -> Tensor:
+    """What the products make of the singular values, one by one."""
+    try:
+        left, sizes, right = torch.linalg.svd(x, full_matrices=False)
+    except RuntimeError:  # it did not converge, or there was nothing finite to decompose
+        return _by_products(x)
+    sizes = sizes / _room_above(torch.linalg.vector_norm(sizes, 16))
+    return (left * _risen(sizes[:, None, None])[:, 0, 0]) @ right
+
+
+def _room_above(largest: Tensor) -> Tensor:
+    return (1.01 * largest).clamp(min=torch.finfo(largest.dtype).tiny)
+
+
+def _risen(x: Tensor) -> Tensor:
+    """Singular values between 0 and 1 become 1; those that are nothing but rounding stay small."""
     sweeps, polish = (17, 8) if x.dtype == torch.float64 else (10, 6)
     for _ in range(sweeps):
         gram = x.mT @ x
@@ -81,15 +98,6 @@ def _by_products(x: Tensor) -> Tensor:
     for _ in range(polish):
         x = 1.5 * x - 0.5 * x @ (x.mT @ x)
     return x
-
-
-def _by_decomposition(x: Tensor) -> Tensor:
-    """The same of the singular values alone."""
-    try:
-        left, sizes, right = torch.linalg.svd(x, full_matrices=False)
-    except torch.linalg.LinAlgError:  # it did not converge, or there was nothing finite to decompose
-        return _by_products(x)
-    return (left * _by_products(sizes[:, None, None])[:, 0, 0]) @ right
 
 
 def _no_smaller_than_the_largest(x: Tensor) -> Tensor:
@@ -126,25 +134,45 @@ def move(
     `batches` hold the same samples as each side reads them, with equal labels. `rows` gives, for a token table of the
     target, the base's row of every token (-1: none); without it tables of equal height move row by row. Both models
     come back untouched. Weights whose map cannot be watched stay as they are and are listed."""
-    outside = OUTSIDES[method]
+    return moves(tau, correspondence, base, target, batches, methods=[method], rows=rows, memory=memory)[method]
+
+
+def moves(
+    tau: Mapping[str, Tensor],
+    correspondence: Correspondence,
+    base: Side,
+    target: Side,
+    batches: Sequence[tuple[Batch, Batch]],
+    *,
+    methods: Sequence[str],
+    rows: Mapping[str, Tensor] | None = None,
+    memory: int = MEMORY,
+) -> dict[str, Moved]:
+    """`move` by several methods, which read the inputs once and share the maps inside."""
+    outsides = {method: OUTSIDES[method] for method in methods}
     if not batches:
         raise DataError("coordinates need inputs that both bases read; there are none.")
     pairs, hidden = _watchable(correspondence, base.model, target.model)
-    found: dict[str, Tensor] = {
+    works = {method: _Work(tau, _zeros(target.model), correspondence, rows or {}) for method in methods}
+    passes = 0
+    for group in _groups(pairs, memory, len(methods)):
+        products = _products(group, base, target, batches, set(outsides.values()))
+        passes += products.passes
+        inside: dict[Any, Tensor] = {}
+        for method, work in works.items():
+            work.place(group, products, inside, outsides[method])
+    if hidden:
+        correspondence = _with(correspondence, hidden)
+    return {method: work.moved(correspondence, passes) for method, work in works.items()}
+
+
+def _zeros(model: nn.Module) -> dict[str, Tensor]:
+    return {
         name: torch.zeros(
             p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device="cpu" if is_split(p) else p.device
         )
-        for name, p in target.model.named_parameters()
+        for name, p in model.named_parameters()
     }
-    work = _Work(tau, found, correspondence, rows or {})
-    passes = 0
-    for group in _groups(pairs, memory):
-        passes += work.place(group, _products(group, base, target, batches, outside))
-    work.place_rest()
-    if hidden:
-        correspondence = _with(correspondence, hidden)
-    notes = tuple(f"{name}: {reason}" for name, reason in work.left.items())
-    return Moved(TaskVector(found), correspondence, work.kept, passes, notes)
 
 
 def _watchable(
@@ -172,7 +200,7 @@ def _with(correspondence: Correspondence, hidden: list[Nothing]) -> Corresponden
     )
 
 
-def _groups(pairs: list[LinearPair], memory: int) -> Iterator[list[LinearPair]]:
+def _groups(pairs: list[LinearPair], memory: int, methods: int) -> Iterator[list[LinearPair]]:
     """Whole target layers, as many at a time as the budget holds (one at least)."""
     layers: dict[tuple[str, int], list[LinearPair]] = {}
     for pair in pairs:
@@ -181,7 +209,8 @@ def _groups(pairs: list[LinearPair], memory: int) -> Iterator[list[LinearPair]]:
     size = 0
     for layer in layers.values():
         shapes = {_inside(pair): pair.source.inputs * pair.target.inputs for pair in layer}
-        need = 4 * (sum(shapes.values()) + sum(pair.source.outputs * pair.target.outputs for pair in layer))
+        outside = sum(pair.source.outputs * pair.target.outputs for pair in layer)
+        need = 4 * (sum(shapes.values()) + methods * outside)
         if group and size + need > memory:
             yield group
             group, size = [], 0
@@ -208,13 +237,13 @@ class _Products(dict[Any, Tensor]):
 
 
 def _products(
-    group: list[LinearPair], base: Side, target: Side, batches: Sequence[tuple[Batch, Batch]], outside: str
+    group: list[LinearPair], base: Side, target: Side, batches: Sequence[tuple[Batch, Batch]], outsides: set[str]
 ) -> _Products:
     """One pass of both bases over the inputs."""
     sums = _Products()
     for both in batches:
         ours, theirs = (
-            _watch(side, batch, parts, outside)
+            _watch(side, batch, parts, outsides)
             for side, batch, parts in (
                 (base, both[0], [pair.source for pair in group]),
                 (target, both[1], [pair.target for pair in group]),
@@ -227,48 +256,56 @@ def _products(
             if _inside(pair) not in seen:
                 seen.add(_inside(pair))
                 sums.add(_inside(pair), *side_by_side(before.inputs, after.inputs, both))
-            outputs = _cut(before.outputs, pair.source), _cut(after.outputs, pair.target)
-            sums.add(pair.target.place, *side_by_side(*outputs, both))
+            for kind in outsides:
+                outputs = _cut(before.outputs[kind], pair.source), _cut(after.outputs[kind], pair.target)
+                sums.add((kind, pair.target.place), *side_by_side(*outputs, both))
     return sums
 
 
 @dataclass
 class _Seen:
-    """What went into a linear map and what is compared outside it, over all calls of one forward pass."""
+    """What went into a linear map and what is compared outside it by kind, over all calls of one forward pass."""
 
     inputs: Tensor
-    outputs: Tensor
+    outputs: dict[str, Tensor]
 
 
 def _cut(outputs: Tensor, part: Part) -> Tensor:
     return outputs if part.span is None else outputs[..., part.span[0] : part.span[1]]
 
 
-def _watch(side: Side, batch: Batch, parts: Sequence[Part], outside: str) -> dict[str, _Seen]:
-    """Inputs of the named maps, and their outputs or the gradients of the summed loss with respect to these."""
+def _watch(side: Side, batch: Batch, parts: Sequence[Part], outsides: set[str]) -> dict[str, _Seen]:
+    """Inputs of the named maps, and their outputs or the gradients of the summed loss with respect to these, or both."""
     names = list(dict.fromkeys(part.name for part in parts))
-    with left_as_it_was(side.model), torch.enable_grad(), _listening(side.model, names) as heard:
+    sloped = "gradients" in outsides
+    with left_as_it_was(side.model), torch.set_grad_enabled(sloped), _listening(side.model, names) as heard:
         loss = side.loss(side.model, batch).sum()
         if not torch.isfinite(loss):
             raise DataError("the loss of the inputs that compare both bases is not finite.")
         deaf = [name for name in names if not heard[name]]
         if deaf:
             raise UsageError(f"{deaf[0]!r} took no part in the forward pass; it cannot be compared.")
-        outputs = [call[1] for name in names for call in heard[name]]
-        if outside == "gradients":
-            slopes = torch.autograd.grad(loss, outputs, allow_unused=True)
-            outputs = [
+        outputs = {"activations": [call[1] for name in names for call in heard[name]]}
+        if sloped:
+            slopes = torch.autograd.grad(loss, outputs["activations"], allow_unused=True)
+            outputs["gradients"] = [
                 torch.zeros_like(output) if gradient is None else gradient
-                for output, gradient in zip(outputs, slopes, strict=True)
+                for output, gradient in zip(outputs["activations"], slopes, strict=True)
             ]
-    rest = iter(outputs)
-    found = {name: ([call[0] for call in heard[name]], [next(rest) for _ in heard[name]]) for name in names}
-    return {name: _Seen(_joined(inputs), _joined(outputs)) for name, (inputs, outputs) in found.items()}
+    rest = {kind: iter(outputs[kind]) for kind in outsides}
+    return {
+        name: _Seen(
+            _joined([call[0] for call in heard[name]]),
+            {kind: _joined([next(calls) for _ in heard[name]]) for kind, calls in rest.items()},
+        )
+        for name in names
+    }
 
 
 def _joined(calls: Sequence[Tensor]) -> Tensor:
     """All calls of one map; those of another length than the first (a decoder asked label by label) are left out."""
-    return torch.cat([call.detach() for call in calls if call.shape[1:] == calls[0].shape[1:]])
+    alike = [call.detach() for call in calls if call.shape[1:] == calls[0].shape[1:]]
+    return torch.cat(alike) if len(alike) > 1 else alike[0]
 
 
 @contextmanager
@@ -303,13 +340,17 @@ class _Work:
         self.first: Tensor | None = None  # the map of the residual stream where the tokens enter it
         self.last: Tensor | None = None  # and where it ends
 
-    def place(self, group: list[LinearPair], products: _Products) -> int:
-        maps: dict[Any, Tensor] = {}
+    def place(self, group: list[LinearPair], products: _Products, inside: dict[Any, Tensor], outside: str) -> None:
         for pair in group:
-            if _inside(pair) not in maps:
-                maps[_inside(pair)] = polar(products.pop(_inside(pair)))
-            self._turn(pair, maps[_inside(pair)], polar(products.pop(pair.target.place)))
-        return products.passes
+            if _inside(pair) not in inside:
+                inside[_inside(pair)] = polar(products.pop(_inside(pair)))
+            self._turn(pair, inside[_inside(pair)], polar(products.pop((outside, pair.target.place))))
+
+    def moved(self, correspondence: Correspondence, passes: int) -> Moved:
+        """The vector with what needs no maps of its own."""
+        self._place_rest()
+        notes = tuple(f"{name}: {reason}" for name, reason in self.left.items())
+        return Moved(TaskVector(self.found), correspondence, self.kept, passes, notes)
 
     def _turn(self, pair: LinearPair, inside: Tensor, outside: Tensor) -> None:
         source, target = pair.source, pair.target
@@ -327,7 +368,7 @@ class _Work:
             self.kept[new] = float(turned.norm() / change.norm()) if bool(change.any()) else 1.0
             _rows_of(self.found[new], target, ending).add_(turned.to(self.found[new]), alpha=pair.scale)
 
-    def place_rest(self) -> None:
+    def _place_rest(self) -> None:
         for entry in self.what.same:
             if entry.source in self.tau and entry.target in self.found:
                 self.found[entry.target].add_(self.tau[entry.source].to(self.found[entry.target]), alpha=entry.scale)

@@ -37,7 +37,7 @@ def rewritten(
             f"no linear map of {trio.target} answers to one that {trio.given['tuned']} changed: nothing could be merged."
         )
     lesson, _ = lesson_for(bound, teacher, shots.fewshot, [], remembered(teacher, old.tau), recipe, seed)
-    moved = in_coordinates(bound, teacher, old, lesson, recipe, how)
+    moved = in_coordinates(bound, teacher, old, lesson, recipe, [how])[how]
     names = name_map(bound.model, trio.target.names())
     update = names.to_disk({name: delta.cpu() for name, delta in moved.vector.items()})
     kept = {name: round(share, 6) for name, share in moved.kept.items()}

@@ -14,6 +14,7 @@ from gradfix.errors import UnsafeResult, UsageError
 from gradfix.methods.search import Choice, Curve, Score, Setting, View, total
 from gradfix.training.costs import Work
 from gradfix.vectors.scale import Dial, dialled, highest, walk
+from gradfix.vectors.taskvector import TaskVector
 
 if TYPE_CHECKING:
     from gradfix.methods.support import Support
@@ -85,6 +86,7 @@ class Race:
         self.rungs = support.rungs()
         self.last = len(self.rungs) - 1
         self.scores: dict[Lane, list[Score]] = {}  # of the rungs so far, one by one
+        self._made: tuple[Setting, View, TaskVector] | None = None  # the last update: mostly the next one, too
 
     def share(self, rung: int) -> float:
         """How much of all examples a rung adds."""
@@ -146,7 +148,7 @@ class Race:
 
             def measure(alpha: float) -> Score:
                 if not dials:
-                    dials.append(stack.enter_context(dialled(self.trial.model, setting.make(view))))
+                    dials.append(stack.enter_context(dialled(self.trial.model, self._update(setting, view))))
                 dials[0].turn(alpha)
                 self.trial.bill.own += Work(vectors=1)
                 return self.trial.score(held)
@@ -157,6 +159,12 @@ class Race:
                 else:
                     key = f"score-{setting.key}-{held}-{alpha}"
                     yield alpha, self.trial.shared(key, partial(measure, alpha))
+
+    def _update(self, setting: Setting, view: View) -> TaskVector:
+        if self._made is None or self._made[0] is not setting or self._made[1] is not view:
+            self._made = None  # never two at a time
+            self._made = (setting, view, setting.make(view))
+        return self._made[2]
 
 
 def _notes(curve: Curve, looked: float, edge: float | None) -> tuple[str, ...]:

@@ -132,7 +132,7 @@ class _Run:
         if not explicit and not speaks(self.trial.bound):
             names = [name for name in names if not METHODS[name].traits.open_only]
         self.shots, self.seeds, self.names, self.explicit = shots, seeds, list(names), explicit
-        self.progress = progress
+        self.progress, self.trial.planned = progress, self.names
         self.parameters, self.tokens = trained_weights(opened.bound), tokens_seen(opened.trial)
         self.left_out: dict[str, str] = {}
         self.slopes = any(METHODS[name].traits.gradient for name in names)

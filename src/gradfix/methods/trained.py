@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradfix.align.coordinates import OUTSIDES
+from gradfix.align.coordinates import OUTSIDES, Moved
 from gradfix.checkpoints.write import discard
 from gradfix.errors import DataError, UsageError
 from gradfix.methods.method import NotHere, Outcome
@@ -278,9 +278,15 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
         return lesson
 
     lesson: Lesson = trial.shared(f"turned-lesson-{support.name}", ask)  # the same for every way to turn
-    moved = in_coordinates(trial.bound, teacher, old, lesson, recipe, how)
-    trial.bill.own += Work(forward=moved.passes, backward=moved.passes)
-    return Turned(moved.vector, lesson)
+    ways = [way for way in OUTSIDES if way == how or way in trial.planned]
+
+    def turn() -> dict[str, Moved]:
+        turned = in_coordinates(trial.bound, teacher, old, lesson, recipe, ways)
+        trial.bill.own += Work(forward=turned[how].passes, backward=turned[how].passes)
+        return turned
+
+    found: dict[str, Moved] = trial.shared(f"turned-by-{'-'.join(ways)}-{support.name}", turn)
+    return Turned(found[how].vector, lesson)
 
 
 def in_full(

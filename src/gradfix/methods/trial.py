@@ -112,6 +112,7 @@ class Trial:
         self.regime: Regime = "few_shot" if splits.validation is None else "validation"
         self.store, self.lenders = store or Store(), lenders or Lenders()
         self.speech = Speech()  # how open answers are learned
+        self.planned: Collection[str] = ()  # methods that will run here: what they share is made in one go
         self.bill = Bill()
         self._teacher: Bound | None = None
         self._old: Old | None = None

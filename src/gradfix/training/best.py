@@ -197,7 +197,7 @@ def _vectors(
         vectors[COORDINATES], work = old.lent.vector, Work(vectors=1)
     elif old is not None and teacher is not None and len(lesson) and old.correspondence.linear:
         try:
-            moved = in_coordinates(bound, teacher, old, lesson, recipe)
+            moved = in_coordinates(bound, teacher, old, lesson, recipe)["bico"]
         except (DataError, UsageError) as error:  # the other starts, and the lessons, need no coordinates
             told["no_coordinates"] = str(error)
         else:

@@ -148,11 +148,11 @@ def logits_of(bound: Bound, batch: Batch) -> Tensor:
 
 def in_stretches(model: nn.Module, batch: Batch, ask: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
     """What is asked of a batch, in its order: stretches of like lengths one by one where padding would take time."""
-    parts = [range(0)]
+    parts: list[list[int]] = []
     if "attention_mask" in batch and computes_padding(model):
         lengths = batch["attention_mask"].sum(-1).reshape(len(batch["attention_mask"]), -1)
         parts = alike((lengths.amax(1) * lengths.shape[1]).tolist())
-    if len(parts) == 1:
+    if len(parts) < 2:
         return ask(dict(batch))
     places = [torch.tensor(part) for part in parts]
     found = torch.cat([ask(take(batch, rows)) for rows in places])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradfix.align.coordinates import Batch, Moved, Side, move
+from gradfix.align.coordinates import Batch, Moved, Side, moves
 from gradfix.align.correspondence import Correspondence
 from gradfix.tasks.base import Bound
 from gradfix.training.distil import Lesson, Teaching, answers, take, typical_size, unbiased_divergence
@@ -126,8 +126,8 @@ def _walk(bound: Bound, name: str, vector: TaskVector, probe: tuple[Callable[[],
 
 
 def in_coordinates(
-    bound: Bound, teacher: Bound, old: Old, lesson: Lesson, recipe: Teaching, method: str = "bico"
-) -> Moved:
+    bound: Bound, teacher: Bound, old: Old, lesson: Lesson, recipe: Teaching, methods: Sequence[str] = ("bico",)
+) -> dict[str, Moved]:
     """The old vector in the target's coordinates, from the lesson's inputs and the teacher's answers to them.
 
     The inputs that judge a start are kept out of the maps. The teacher stands at its base meanwhile."""
@@ -141,9 +141,9 @@ def in_coordinates(
         batches.append(({**sides[0], "labels": told}, {**sides[1], "labels": told}))
     with dialled(teacher.model, old.tau) as dial:
         dial.turn(-1.0)
-        return move(
+        return moves(
             old.tau, old.correspondence, Side(teacher.model, _asked(teacher)), Side(bound.model, _asked(bound)),
-            batches, method=method, rows=old.rows,
+            batches, methods=methods, rows=old.rows,
         )  # fmt: skip
 
 
