@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers as hf
 
-from gradfix.align.coordinates import OUTSIDES, Side, _by_decomposition, _by_products, move, polar
+from gradfix.align.coordinates import OUTSIDES, Side, move
 from gradfix.align.correspondence import correspond, depth_rule
-from gradfix.align.pairing import side_by_side
+from gradfix.align.pairing import _by_decomposition, _by_products, polar, side_by_side
 from gradfix.vectors.taskvector import TaskVector
 from tests.align.symmetry import random_alignment
 
@@ -263,3 +263,10 @@ def test_models_without_blocks_pair_their_matrices_by_name():
     found = correspond({"0.weight": (4, 3), "0.bias": (4,)}, {"0.weight": (6, 3), "0.bias": (6,)})
     assert [(pair.source.name, pair.target.outputs) for pair in found.linear] == [("0", 6)]
     assert not found.nothing
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_the_size_of_what_is_compared_does_not_matter(size):
+    cross = torch.randn(12, 9, generator=torch.Generator().manual_seed(0))
+    for way in (_by_decomposition, _by_products):
+        assert torch.allclose(way(cross * size), polar(cross.double()).float(), atol=1e-4)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table, is_output_table
-from gradfix.align.pairing import side_by_side
+from gradfix.align.pairing import polar, side_by_side
 from gradfix.align.roles import Part
 from gradfix.checkpoints.slices import is_split
 from gradfix.errors import DataError, UsageError
@@ -58,64 +58,6 @@ class Moved:
 OUTSIDES: Registry[str] = Registry("coordinates")
 OUTSIDES.register("bico")("gradients")
 OUTSIDES.register("theseus")("activations")
-
-
-def polar(cross: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition: by matrix products alone, where these are faster than the decomposition.
-
-    Directions that are not told from rounding (a millionth of the strongest one in float32) have no evidence behind
-    them and fade out instead of being turned at random."""
-    tall = cross.shape[0] >= cross.shape[1]
-    x = cross if tall else cross.T
-    x = _by_decomposition(x) if x.device.type == "cpu" else _by_products(x)
-    return x if tall else x.T
-
-
-def _by_products(x: Tensor) -> Tensor:
-    return _risen(x / _room_above(_no_smaller_than_the_largest(x)))
-
-
-def _by_decomposition(x: Tensor) -> Tensor:
-    """What the products make of the singular values, one by one."""
-    try:
-        left, sizes, right = torch.linalg.svd(x, full_matrices=False)
-    except RuntimeError:  # it did not converge, or there was nothing finite to decompose
-        return _by_products(x)
-    sizes = sizes / _room_above(torch.linalg.vector_norm(sizes, 16))
-    return (left * _risen(sizes[:, None, None])[:, 0, 0]) @ right
-
-
-def _room_above(largest: Tensor) -> Tensor:
-    return (1.01 * largest).clamp(min=torch.finfo(largest.dtype).tiny)
-
-
-def _risen(x: Tensor) -> Tensor:
-    """Singular values between 0 and 1 become 1; those that are nothing but rounding stay small."""
-    sweeps, polish = (17, 8) if x.dtype == torch.float64 else (10, 6)
-    for _ in range(sweeps):
-        gram = x.mT @ x
-        x = 3.4445 * x + x @ (2.0315 * gram @ gram - 4.7750 * gram)
-    for _ in range(polish):
-        x = 1.5 * x - 0.5 * x @ (x.mT @ x)
-    return x
-
-
-def _no_smaller_than_the_largest(x: Tensor) -> Tensor:
-    """The 16th root of the sum of 16th powers of the singular values: never below the largest, rarely far above.
-
-    A power iteration falls short where its first vector misses the strongest direction (the gradients in front of a
-    layer norm are orthogonal to a vector of ones), and then the iteration of `polar` runs away."""
-    tiny = torch.finfo(x.dtype).tiny
-    gram = x.T @ (x / x.norm().clamp(min=tiny))
-    sizes = []
-    for _ in range(2):
-        sizes.append(gram.norm().clamp(min=tiny))
-        gram = gram / sizes[-1]
-        gram = gram @ gram
-    root = gram.norm()
-    for size in reversed(sizes):
-        root = size * root.sqrt()
-    return (root * x.norm()).sqrt()
 
 
 def move(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradfix.align.coordinates import polar
+from gradfix.align.pairing import polar
 from gradfix.checkpoints.write import save_tensors, write_text
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradfix.align.coordinates import Moved, Side, move, polar
+from gradfix.align.coordinates import Moved, Side, move
+from gradfix.align.pairing import polar
 from gradfix.errors import DataError, UsageError
 from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Example

@@ -80,9 +80,7 @@ class Training:
             name: nn.Parameter(p.detach().float()) if masters and p.dtype not in exact else p
             for name, p in parameters.items()
         }
-        weights = list(self.masters.values())
-        fused = all(p.device.type == "cpu" and not is_split(p) for p in weights)  # a third of the time there
-        self.optimizer = torch.optim.AdamW(weights, weight_decay=weight_decay, betas=betas, fused=fused or None)
+        self.optimizer = torch.optim.AdamW(list(self.masters.values()), weight_decay=weight_decay, betas=betas)
 
     def step(self, number: int, losses: Iterable[Tensor | Callable[[], Tensor]]) -> float:
         """One step down the sum of the losses, each made and sent backward before the next; returns that sum.
