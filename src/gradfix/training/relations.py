@@ -47,7 +47,7 @@ class Relating:
     rate: float = 0.35
     temperature: float = 0.05
     contrast: float = 0.05
-    turned: float = 10.0
+    turned: float = 20.0
     remembers: bool = True
 
 
