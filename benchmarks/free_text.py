@@ -5,10 +5,10 @@
     python -m benchmarks.free_text --stage write --rows ROWS [ROWS ...]
 
 BASE is fine-tuned on three open tasks (all weights, and a LoRA), then moved onto its siblings: another seed of its shape,
-another width and depth, another tokenizer. 16 labelled prompts, without and with 500 unlabelled ones; nothing is chosen on
+another width and depth, another tokenizer. 16 labelled prompts, without and with 500 unlabelled ones; no run chooses on
 test. The siblings are fine-tuned in full to know how much there was to gain. Every figure is a line of WORK/rows.jsonl as soon
 as it is known; the same command runs what is missing, and benchmarks/results/free_text.json is written from those lines, of one
-run or of several."""
+run or of several. Settings under other names than `best` (`--speech`) stand apart there, as variants."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ TUNING = {"steps": 500, "batch_size": 32, "lr": 2e-4, "weight_decay": 0.0}
 LORA = {"rate": 5e-4, "rank": 32, "alpha": 32, "steps": 400, "weight_decay": 0.01}
 BESIDE = {"train": "full", "asking": {"batch": 64}}  # others on the card: what is free of it decides nothing
 RESULTS = Path(__file__).parent / "results" / "free_text.json"
+METHODS = {method for methods in KINDS.values() for method in methods}
 MEANS = ("share", "loss", "exact", "token_f1", "general_loss", "divergence", "seconds")
 
 
@@ -77,6 +78,7 @@ def settings(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1e9, help="start no run after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--note", default="", help="how the figures came together, written beside them")
     args = parser.parse_args(words)
     if args.stage != "write" and not (args.base and args.stories):
         parser.error("--base and --stories are needed")
@@ -138,14 +140,22 @@ def write(args: argparse.Namespace) -> None:
     tuned, runs = told(args)
     rows = [with_share(row, tuned) for _, row in sorted(runs.items())]
     machines = sorted({json.dumps(row.pop("machine", None)) for row in (*tuned.values(), *rows)})
+    tried = [row for row in rows if not measured(row)]
+    rows = [row for row in rows if measured(row)]
     result = {
-        "command": "python -m benchmarks.free_text", "machines": [json.loads(machine) for machine in machines],
-        "tuned": dict(sorted(tuned.items())), "summary": summary(rows), "rows": rows,
+        "command": "python -m benchmarks.free_text", "note": args.note,
+        "machines": [json.loads(machine) for machine in machines], "tuned": dict(sorted(tuned.items())),
+        "summary": summary(rows), "rows": rows, "variants": tried,
     }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     for key, value in result["summary"].items():
         print(key, value)
+
+
+def measured(row: dict[str, Any]) -> bool:
+    """Whether a row is of a method as it is, and not of other settings that were tried."""
+    return row["method"].partition(",")[0] in METHODS
 
 
 def machine(args: argparse.Namespace) -> dict[str, Any]:
