@@ -30,6 +30,7 @@ TOKEN_TABLE = re.compile(
     r"(^|\.)(embed_tokens|embed_in|embed_out|wte|word_embeddings|tok_embeddings|tokens_embed|token_embedding|shared"
     r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)predictions\.bias$"
 )
+OUTPUT_TABLE = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 TOKENIZER_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json",
 )  # fmt: skip

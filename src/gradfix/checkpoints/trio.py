@@ -23,7 +23,7 @@ from gradfix.checkpoints.kinds import (
     same_bytes,
     stored_copies,
 )
-from gradfix.checkpoints.matched import TOKEN_TABLE, another_shape, match_prefix, match_vocabulary
+from gradfix.checkpoints.matched import OUTPUT_TABLE, TOKEN_TABLE, another_shape, match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
@@ -48,6 +48,7 @@ class Fate(Enum):
     UNSTORED_COPY = ("copied", "a copy that base or fine-tune does not store")
     SPARE_BUFFER = ("skipped", "a buffer")  # of the fine-tune; the target has no place for it and needs none
     SPARE_COPY = ("skipped", "a copy of {of}")
+    SPARE_TABLE = ("skipped", "an output table trained apart; base and target have one for input and output")
     NO_VOTES = ("copied", "no votes")
     ALPHA_ZERO = ("copied", "alpha is 0")
     ANOTHER_SHAPE = ("copied", "the bases have other shapes")
@@ -282,7 +283,9 @@ class _Account:
                 f"architecture. Run `gradfix inspect {self.base} {self.target}` to see all."
             )
         copies |= repeated(self.tuned, sorted(self.after - self.before - self.buffers), self.both)
-        spare = {name: TensorFate(Fate.SPARE_COPY, first) for name, first in copies.items()}
+        apart = [n for n in self.after - self.before - self.goal if OUTPUT_TABLE.search(n)]
+        spare = dict.fromkeys(apart if any(map(TOKEN_TABLE.search, at_home)) else [], TensorFate(Fate.SPARE_TABLE))
+        spare |= {name: TensorFate(Fate.SPARE_COPY, first) for name, first in copies.items()}
         return spare | dict.fromkeys(sorted(self.after & self.buffers), TensorFate(Fate.SPARE_BUFFER))
 
     def _moved(self) -> list[str]:
