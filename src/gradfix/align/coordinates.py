@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table, is_output_table
+from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table
 from gradfix.align.pairing import polar, side_by_side
 from gradfix.align.roles import Part
+from gradfix.checkpoints.matched import is_output_table
 from gradfix.checkpoints.slices import is_split
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry

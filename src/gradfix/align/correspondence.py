@@ -17,15 +17,8 @@ import torch
 from torch import Tensor
 
 from gradfix.align.roles import Anatomy, Part, Shapes, anatomy, read
-from gradfix.checkpoints.matched import TOKEN_TABLE
+from gradfix.checkpoints.matched import TOKEN_TABLE, is_output_table
 from gradfix.errors import IncompatibleCheckpoints
-
-OUTPUT_TABLES = ("lm_head", "embed_out", "predictions.decoder")
-
-
-def is_output_table(name: str) -> bool:
-    """Whether a token table turns states into scores, at the model's end, and not tokens into states."""
-    return any(part in name for part in OUTPUT_TABLES)
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,17 @@ TOKEN_TABLE = re.compile(
     r"(^|\.)(embed_tokens|embed_in|embed_out|wte|word_embeddings|tok_embeddings|tokens_embed|token_embedding|shared"
     r"|lm_head|predictions\.decoder)\.(weight|bias)$|(^|\.)predictions\.bias$"
 )
-OUTPUT_TABLE = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
+OUTPUT_TABLES = ("lm_head", "embed_out", "predictions.decoder")
 TOKENIZER_FILES = (
     "tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "tokenizer_config.json",
 )  # fmt: skip
 LEAST_SHARED = 0.5
 LAYER = re.compile(r"^(?P<before>.*?(layers?|blocks?|h|resblocks|transformer\.layer))\.(?P<i>\d+)\.(?P<inside>.+)$")
+
+
+def is_output_table(name: str) -> bool:
+    """Whether a token table turns states into scores, at the model's end, and not tokens into states."""
+    return any(part in name for part in OUTPUT_TABLES)
 
 
 def match_prefix(checkpoint: Checkpoint, target: Checkpoint) -> Checkpoint:

@@ -23,7 +23,7 @@ from gradfix.checkpoints.kinds import (
     same_bytes,
     stored_copies,
 )
-from gradfix.checkpoints.matched import OUTPUT_TABLE, TOKEN_TABLE, another_shape, match_prefix, match_vocabulary
+from gradfix.checkpoints.matched import TOKEN_TABLE, another_shape, is_output_table, match_prefix, match_vocabulary
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.weights import Checkpoint, Source
 from gradfix.errors import IncompatibleCheckpoints, UnsafeResult
@@ -283,7 +283,8 @@ class _Account:
                 f"architecture. Run `gradfix inspect {self.base} {self.target}` to see all."
             )
         copies |= repeated(self.tuned, sorted(self.after - self.before - self.buffers), self.both)
-        apart = [n for n in self.after - self.before - self.goal if OUTPUT_TABLE.search(n)]
+        added = [n for n in self.after - self.before - self.goal if n.endswith(".weight") and TOKEN_TABLE.search(n)]
+        apart = [name for name in added if is_output_table(name)]
         spare = dict.fromkeys(apart if any(map(TOKEN_TABLE.search, at_home)) else [], TensorFate(Fate.SPARE_TABLE))
         spare |= {name: TensorFate(Fate.SPARE_COPY, first) for name, first in copies.items()}
         return spare | dict.fromkeys(sorted(self.after & self.buffers), TensorFate(Fate.SPARE_BUFFER))
