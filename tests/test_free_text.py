@@ -244,7 +244,9 @@ def test_a_teacher_that_never_stops_is_cut_and_said_so(home: Path) -> None:
 
 
 def test_a_teacher_without_words_is_refused(sides: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(sides[0]), "say", lambda self, model, posed, longest, seed=None: [([], True)] * len(posed))
+    monkeypatch.setattr(
+        type(sides[0]), "say", lambda self, model, posed, longest, seeds=None: [([], True)] * len(posed)
+    )
     with pytest.raises(DataError, match="an empty answer to each of"):
         answers(sides[0], rows(4, 3), replace(QUICK.asking, pool=4))
 

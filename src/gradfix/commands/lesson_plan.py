@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradfix.checkpoints.open import open_checkpoint
@@ -22,24 +22,27 @@ from gradfix.commands.plan import Allocations, Rehearsal, silent, with_shapes
 from gradfix.commands.setting import device_of
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
+from gradfix.tasks.reading import writing_bytes
 from gradfix.training.free_text import FULL, LORA, TRAINS
-from gradfix.training.imitating import Imitation, divergences, recomputing
+from gradfix.training.imitating import Imitation, divergences, recomputing, texts_at_once
 from gradfix.training.lowrank import adapted
 from gradfix.votes.needs import GIB, Shape, shape_of
 
-CACHED = 2  # keys and values of every token, in every layer, while the teacher answers
+SIZES = ("weights", "trained", "passes", "asking", "writing")
 READS = 2  # of every weight for a pass forward and back: layers are computed again
 
 
 @dataclass(frozen=True)
 class LessonPlan:
-    """Bytes on the device: weights, what is trained with its moments, the passes of one step, and the teacher's answers."""
+    """Bytes on the device: weights, what is trained with its moments, the passes of one step, the teacher's answers, and
+    the texts that the student writes of itself."""
 
     train: str
     weights: int
     trained: int
     passes: int
     asking: int
+    writing: int
     brought: int  # weights on the device at one time where --offload leaves them on disk
     reads: int  # how often one step goes through all weights then
 
@@ -50,11 +53,11 @@ class LessonPlan:
 
     @property
     def memory(self) -> int:
-        """The larger of learning and asking: with a LoRA the two models take turns."""
-        return max(self.weights + self.trained + self.passes, self.weights + self.asking)
+        """The largest of learning, asking and writing: with a LoRA the two models take turns."""
+        return self.weights + max(self.trained + self.passes, self.asking, self.writing)
 
     def as_json(self) -> dict[str, Any]:
-        sizes = {name: round(getattr(self, name) / GIB, 3) for name in ("weights", "trained", "passes", "asking")}
+        sizes = {name: round(getattr(self, name) / GIB, 3) for name in SIZES}
         found = {"train": self.train, "memory_gib": round(self.memory / GIB, 3)} | {
             f"{n}_gib": s for n, s in sizes.items()
         }
@@ -68,7 +71,7 @@ class LessonPlan:
     def rows(self) -> list[tuple[str, str]]:
         said = {
             "weights": self.weights, "trained weights and moments": self.trained, "passes of a step": self.passes,
-            "asking, beside the weights": self.asking, f"memory with --train {self.train}": self.memory,
+            "asking, beside the weights": self.asking, "texts of its own, likewise": self.writing, f"memory with --train {self.train}": self.memory,
         }  # fmt: skip
         if self.train == LORA:
             said["memory with --offload, at least"] = self.offloaded
@@ -109,19 +112,13 @@ def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, sha
         else:
             masters = 4 if dtype.itemsize < 4 else 0
             trained = counts * (2 * max(4, dtype.itemsize) + masters + dtype.itemsize)  # and a copy to come back to
-    asking = _asking(model, config.batch_size, tokens + said, dtype)
+    asking = config.batch_size * writing_bytes(model.config, dtype, tokens, said)
+    texts, length = recipe.keepsakes, recipe.keepsake_tokens
+    at_once = min(texts, texts_at_once(model.config, dtype, length))
+    writing = at_once * writing_bytes(model.config, dtype, 1, length)
     brought = min(2 * max(shape.block, shape.largest) * dtype.itemsize, weights)
     batches = sum(-(-count // config.batch_size) for count in (recipe.batch + recipe.labelled, recipe.kept))
-    return LessonPlan(train, weights, trained, passes, asking, brought, READS * batches)
-
-
-def _asking(model: nn.Module, samples: int, tokens: int, dtype: torch.dtype) -> int:
-    config: Any = model.config
-    layers = getattr(config, "num_hidden_layers", None) or config.num_layers
-    hidden = getattr(config, "hidden_size", None) or config.d_model
-    heads = getattr(config, "num_attention_heads", None) or config.num_heads
-    shared = getattr(config, "num_key_value_heads", None) or heads
-    return int(CACHED * layers * samples * tokens * hidden * shared / heads * dtype.itemsize)
+    return LessonPlan(train, weights, trained, passes, asking, writing, brought, READS * batches)
 
 
 def _walked(stack: ExitStack, model: Any, device: str, sizes: tuple[int, int, int], train: str) -> int:

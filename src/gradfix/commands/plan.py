@@ -30,6 +30,7 @@ from gradfix.commands.configs import PlanConfig
 from gradfix.commands.setting import device_of
 from gradfix.errors import UsageError
 from gradfix.registry import unknown
+from gradfix.system.modules import device_room
 from gradfix.tasks.loading import first_line, quiet_transformers
 from gradfix.votes.collect import ENGINES
 from gradfix.votes.engines.loop import folding
@@ -101,7 +102,7 @@ def run_plan(config: PlanConfig) -> PlanResult:
     samples, dtype = config.shots * config.classes, torch_dtype(config.dtype)
     device = device_of(config.device)
     pace = Pace(config.tflops * 1e12) if config.tflops else measured_pace(device, dtype)
-    available = int(config.device_memory * GIB) if config.device_memory else _memory(device)
+    available = int(config.device_memory * GIB) if config.device_memory else device_room(torch.device(device))
     walk, voting, notes = _rehearsed(config, shape, dtype, device)
     one = VoteSetup(shape, samples, dtype, config.batch_size, pace, config.engine, walk, voting, device=device)
     setups = [one]
@@ -133,14 +134,6 @@ def _rehearsed(
         formula = estimated_pass(shape, 1, dtype).flops
         return (lambda count: replace(walk(count), flops=formula * count)), rehearsal.voting, ()
     return walk, rehearsal.voting, ()
-
-
-def _memory(device: str) -> int:
-    if device != "cpu":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 class Rehearsal:

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 def device_room(device: torch.device) -> int:
     """Bytes that this process may still take: what is free, and what it holds itself and does not use."""
+    if device.type != "cuda":
+        return _free_memory()
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + held
+
+
+def _free_memory() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from gradfix.data.rows import where
 from gradfix.errors import CorruptInput, DataError, UsageError
 from gradfix.registry import unknown
+from gradfix.system.modules import device_room, offloaded
 from gradfix.tasks.base import Batch, Bound, Example, Prompts, Task
 from gradfix.tasks.loading import freeze_all_but, load_pretrained, load_tokenizer, locate, quiet_transformers
 
@@ -20,6 +22,7 @@ LONGEST = 512  # tokens, where neither the user nor the model says otherwise
 UNLIMITED = 10**6  # tokenizers write an absurd number where they know no limit
 LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 LOSSES = ("mean", "sum")
+SCORED = 28  # bytes for a token that may be the next: its score, copies, and sums in float64
 Tokens = Sequence[int]
 
 
@@ -191,11 +194,12 @@ class AnswerBound(Bound):
         return list(dict.fromkeys(int(token) for token in found if token is not None))
 
     def say(
-        self, model: Any, posed: Sequence[Posed], longest: int, seed: int | None = None
+        self, model: Any, posed: Sequence[Posed], longest: int, seeds: Sequence[int] | None = None
     ) -> list[tuple[list[int], bool]]:
         """What the model answers, as tokens, and whether it came to an end within `longest` tokens.
 
-        Greedy without a seed; with one, drawn from the model's own probabilities."""
+        Greedy without seeds; with one for each answer, drawn from the model's own probabilities. What stands beside an
+        answer changes it by rounding only."""
         asked = [self.room(one.question, longest) for one in posed]
         longest = min(room for _, room in asked)
         stops = self.stops(posed[0].closing)
@@ -204,25 +208,62 @@ class AnswerBound(Bound):
         padding = self.tokenizer.pad_token_id
         ids = pad(questions, padding, left=True).to(device)
         mask = pad([[1] * len(question) for question in questions], 0, left=True).to(device)
-        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if seed is not None:
-            how = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        devices = [device.index or 0] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), quiet_transformers(), torch.no_grad():
-            torch.manual_seed(seed or 0)
+        drawing = [] if seeds is None else [_Lots(seeds, longest, device)]
+        with quiet_transformers(), torch.no_grad():
             found = model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=longest, num_beams=1, pad_token_id=padding,
-                eos_token_id=stops, **how,
+                eos_token_id=stops, do_sample=False, temperature=None, top_p=None, top_k=None, logits_processor=drawing,
             )  # fmt: skip
         rows = self._new_tokens(found, ids.shape[1]).tolist()
         ends = [next((place for place, token in enumerate(row) if token in stops), None) for row in rows]
         return [(row[:end], end is not None) for row, end in zip(rows, ends, strict=True)]
+
+    def at_once(self, asked: int, said: int, usual: int) -> int:
+        """How many texts are written side by side. From disk every token reads all weights anew: there it is as many as
+        half of the free memory holds."""
+        if not offloaded(self.model):
+            return usual
+        first = next(self.model.parameters())
+        each = writing_bytes(self.model.config, first.dtype, asked, said)
+        return max(1, device_room(first.device) // 2 // each)
 
     def _new_tokens(self, found: Tensor, asked: int) -> Tensor:
         raise NotImplementedError
 
     def spell(self, tokens: Tokens) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class _Lots:
+    """Draws the next token of every text by numbers of the text's own."""
+
+    def __init__(self, seeds: Sequence[int], steps: int, device: torch.device) -> None:
+        own = [torch.rand(steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+        self.numbers = iter(torch.stack(own, 1)[..., None].to(device))
+
+    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+        sums = scores.softmax(-1).cumsum(-1, dtype=torch.float64)
+        drawn = torch.searchsorted(sums, next(self.numbers) * sums[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.clamp_(max=scores.shape[1] - 1), 0.0)
+
+
+def seeds_of(what: str, seed: int, places: Iterable[int]) -> list[int]:
+    """A seed for every text of a kind, known by its place."""
+    return [zlib.crc32(f"{what} {seed} {place}".encode()) for place in places]
+
+
+def writing_bytes(config: Any, dtype: torch.dtype, asked: int, said: int) -> int:
+    """What one text takes while it is written: keys and values of its tokens in every layer (one more, while they are
+    joined), what its question is read with, and the scores of the next token."""
+    own = config.get_text_config()
+    layers = getattr(own, "num_hidden_layers", None) or own.num_layers
+    hidden = getattr(own, "hidden_size", None) or own.d_model
+    inner = getattr(own, "intermediate_size", None) or getattr(own, "d_ff", None) or 4 * hidden
+    heads = getattr(own, "num_attention_heads", None) or getattr(own, "num_heads", None) or 1
+    width = getattr(own, "head_dim", None) or getattr(own, "d_kv", None) or hidden // heads
+    cached = 2 * (layers + 1) * (asked + said) * width * (getattr(own, "num_key_value_heads", None) or heads)
+    reading = asked * (3 * inner + 8 * hidden + asked)
+    return int((cached + reading) * dtype.itemsize + own.vocab_size * SCORED)
 
 
 def speaks(bound: Bound | None) -> TypeGuard[AnswerBound]:

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from gradfix.errors import DataError
 from gradfix.system.modules import ON_DISK, left_as_it_was, offloaded
 from gradfix.system.processes import current
 from gradfix.tasks.base import Example
-from gradfix.tasks.reading import AnswerBound, Posed
+from gradfix.tasks.reading import AnswerBound, Posed, seeds_of
 
 REFERENCE, LABELLED, UNLABELLED, MADE = "reference", "labelled", "unlabelled", "made"
 COLUMNS = ("messages", "prompt", "text")
@@ -198,28 +199,29 @@ def made_up(
     made = [(place, _mixed(words, place, draw)) for place in mixed]
     starts = [words[place][: 1 + draw.randrange(max(1, len(words[place]) // 2))] for place in begun]
     lengths = [len(words[place]) for place in begun]
-    for first in range(0, len(begun), batch):
-        part = slice(first, first + batch)
-        shown = [_with(known[place], head + " ".join(start)) for place, start in zip(begun[part], starts[part])]
-        told = _continued(writer, shown, lengths[part], starts[part], seed + first)
-        for place, start, text, length in zip(begun[part], starts[part], told, lengths[part], strict=True):
-            more = (text.split(tail.strip())[0] if tail.strip() else text).strip()
-            more = more if any("\n" in body for body in bodies) else more.split("\n")[0]
-            made.append((place, " ".join(" ".join([*start, more]).split(" ")[:length])))
+    shown = [_with(known[place], head + " ".join(start)) for place, start in zip(begun, starts)]
+    missing = [max(2, 2 * (length - len(start))) for length, start in zip(lengths, starts)]
+    told = _continued(writer, shown, missing, seed, batch)
+    for place, start, text, length in zip(begun, starts, told, lengths, strict=True):
+        more = (text.split(tail.strip())[0] if tail.strip() else text).strip()
+        more = more if any("\n" in body for body in bodies) else more.split("\n")[0]
+        made.append((place, " ".join(" ".join([*start, more]).split(" ")[:length])))
     return [(_with(known[place], head + body + tail), place) for place, body in made]
 
 
 def _continued(
-    writer: AnswerBound, shown: Sequence[Example], lengths: Sequence[int], starts: Sequence[Sequence[str]], seed: int
+    writer: AnswerBound, shown: Sequence[Example], lengths: Sequence[int], seed: int, batch: int
 ) -> list[str]:
-    """What the model writes behind the beginnings of prompts."""
-    begun = [writer.begun(example) for example in shown]  # type: ignore[attr-defined]
-    closing = writer.posed(shown[0]).closing
-    missing = max(length - len(start) for length, start in zip(lengths, starts, strict=True))
-    posed = [Posed(tokens, closing) for tokens in begun]
+    """What the model writes behind the beginnings of prompts, up to so many tokens each."""
+    posed = [Posed(writer.begun(one), writer.posed(one).closing) for one in shown]  # type: ignore[attr-defined]
+    size = writer.at_once(max((len(one.question) for one in posed), default=0), max(lengths, default=0), batch)
+    seeds, found = seeds_of("prompts", seed, range(len(posed))), list[list[int]]()
     with left_as_it_was(writer.model):
-        said = writer.say(writer.model, posed, max(2, 2 * missing), seed)
-    return [writer.spell(tokens) for tokens, _ in said]
+        for first in range(0, len(posed), size):
+            part = slice(first, first + size)
+            said = writer.say(writer.model, posed[part], max(lengths[part]), seeds[part])
+            found += [tokens[:length] for (tokens, _), length in zip(said, lengths[part], strict=True)]
+    return [writer.spell(tokens) for tokens in found]
 
 
 def _mixed(words: Sequence[Sequence[str]], place: int, draw: random.Random) -> str:
@@ -290,35 +292,47 @@ class _Book:
             range(len(self.prompts)), key=lambda i: (self.prompts[i].said is None, len(self.posed[i].question))
         )
         key = self._key()
-        done = self._resumed(partial, key) if partial is not None else 0
+        if partial is not None:
+            self._resume(partial, key)
         saved = time.monotonic()
         with left_as_it_was(self.teacher.model), torch.no_grad():
-            for number, rows in enumerate(self._batches(order)):
-                if number < done:
-                    continue
-                self._answer(rows, self.seed * 100_003 + number)
+            for rows in self._batches([row for row in order if row not in self.found]):
+                self._answer(rows)
                 if partial is not None and time.monotonic() - saved >= SAVE_EVERY_SECONDS:
-                    self._save(partial, key, number + 1)
+                    self._save(partial, key)
                     saved = time.monotonic()
         if partial is not None:
-            self._save(partial, key, len(self.prompts))
+            self._save(partial, key)
         return [self.found[index] for index in range(len(self.prompts))]
 
     def _batches(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """Given answers apart from drawn ones: a batch does one thing."""
-        for given in (True, False):
-            mine = [index for index in order if (self.prompts[index].said is not None) == given]
-            for first in range(0, len(mine), self.asking.batch):
-                yield mine[first : first + self.asking.batch]
+        """Given answers apart from drawn ones, and those apart that have less room: a batch does one thing."""
 
-    def _answer(self, rows: Sequence[int], seed: int) -> None:
+        def room(row: int) -> int:
+            given = self.prompts[row].said is not None
+            return 0 if given else self.teacher.room(self.posed[row].question, self.longest)[1]
+
+        for left, rows in groupby(order, room):
+            mine = list(rows)
+            asked = max(len(self.posed[row].question) for row in mine)
+            size = self.teacher.at_once(asked, left, self.asking.batch) if left else self.asking.batch
+            for first in range(0, len(mine), size):
+                yield mine[first : first + size]
+
+    def _answer(self, rows: Sequence[int]) -> None:
+        """Answers are drawn side by side, and read again a few at a time."""
         teacher, posed = self.teacher, [self.posed[row] for row in rows]
-        given = [self.prompts[row].said for row in rows]
         said: list[tuple[list[int], bool]]
-        if given[0] is not None:
-            said = [(teacher.answer_ids(str(text)), True) for text in given]
+        if self.prompts[rows[0]].said is not None:
+            said = [(teacher.answer_ids(str(self.prompts[row].said)), True) for row in rows]
         else:
-            said = teacher.say(teacher.model, posed, self.longest, seed)
+            said = teacher.say(teacher.model, posed, self.longest, seeds_of("answers", self.seed, rows))
+        for first in range(0, len(rows), self.asking.batch):
+            part = slice(first, first + self.asking.batch)
+            self._read(rows[part], said[part])
+
+    def _read(self, rows: Sequence[int], said: Sequence[tuple[list[int], bool]]) -> None:
+        teacher, posed = self.teacher, [self.posed[row] for row in rows]
         tokens = [[*one, *([teacher.stops(p.closing)[0]] if end else [])] for (one, end), p in zip(said, posed)]
         questions = [teacher.room(p.question, len(answer) + 1)[0] for p, answer in zip(posed, tokens, strict=True)]
         speaking = [index for index, answer in enumerate(tokens) if answer]
@@ -348,21 +362,21 @@ class _Book:
             digest.update(whole(weight.detach()).flatten()[:64].double().cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def _save(self, path: Path, key: str, batches: int) -> None:
+    def _save(self, path: Path, key: str) -> None:
         if not current().leads:
             return
         rows = sorted(self.found)
         replies = [self.found[row] for row in rows]
         facts = [{"row": row, "tokens": r.tokens, "ended": r.ended, "text": r.text} for row, r in zip(rows, replies)]
         tensors = {"top": torch.cat([r.top for r in replies]), "logs": torch.cat([r.logs for r in replies])}
-        save_state(path, tensors, {"format": FORMAT, "key": key, "batches": str(batches), "replies": json.dumps(facts)})
+        save_state(path, tensors, {"format": FORMAT, "key": key, "replies": json.dumps(facts)})
 
-    def _resumed(self, path: Path, key: str) -> int:
+    def _resume(self, path: Path, key: str) -> None:
         if not path.is_file():
-            return 0
+            return
         saved = State(path)
         if saved.about.get("format") != FORMAT or saved.about.get("key") != key:
-            return 0  # of another question: it is asked anew
+            return  # of another question: it is asked anew
         tensors = dict(saved.items())
         place = 0
         for fact in json.loads(saved.about["replies"]):
@@ -374,7 +388,6 @@ class _Book:
                 tensors["top"][rows], tensors["logs"][rows],
             )  # fmt: skip
             place += count
-        return int(saved.about["batches"])
 
 
 def ends(tokenizer: Any, tokens: list[int], text: str) -> list[int]:

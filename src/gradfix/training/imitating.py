@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,16 @@ from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was, offloaded
 from gradfix.system.processes import current
 from gradfix.tasks.base import Example
-from gradfix.tasks.reading import AnswerBound, Posed
+from gradfix.tasks.reading import AnswerBound, Posed, seeds_of, writing_bytes
 from gradfix.training.asking import SAVE_EVERY_SECONDS, Reply, Transcript, ends
 from gradfix.training.steps import SCHEDULES, Training, draws, warmed
 
+T = TypeVar("T")
 NEVER = -1e4  # the log of no probability
 SURE = 1e-6
-WRITTEN = 8192  # tokens of the student's own that are written at once
+WRITTEN = 8192  # tokens of the student's own that are written at once, or more where LITTLE holds them
+LITTLE = 2**30  # bytes
+READ = 12  # bytes for a token that may stand at a place of a text, while it is read
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,24 @@ def own_lines(student: AnswerBound, count: int, length: int, seed: int, top: int
     first = student.tokenizer.eos_token_id if first is None else first
     if first is None or not hasattr(student, "begun"):
         return []
-    at_once = max(1, WRITTEN // length)
-    found: list[Verse] = []
+    config, weight = student.model.config, next(student.model.parameters())
+    side_by_side = student.at_once(1, length, texts_at_once(config, weight.dtype, length))
+    seeds, begun = seeds_of("own", seed, range(count)), Posed([int(first)], [])
+    written: list[list[int]] = []
     with left_as_it_was(student.model):
-        for done in range(0, count, at_once):
-            posed = [Posed([int(first)], [])] * min(at_once, count - done)
-            written = [tokens for tokens, _ in student.say(student.model, posed, length, seed + done) if tokens]
-            found += _as_said(student, int(first), written, top) if written else []
-    return found
+        for some in batched(seeds, side_by_side):
+            written += [tokens for tokens, _ in student.say(student.model, [begun] * len(some), length, some) if tokens]
+        parts = batched(written, 2 * LITTLE // (READ * length * config.get_text_config().vocab_size))
+        return [line for part in parts for line in _as_said(student, int(first), part, top)]
+
+
+def texts_at_once(config: Any, dtype: torch.dtype, length: int) -> int:
+    """How many texts of so many tokens a model in memory writes side by side."""
+    return max(1, WRITTEN // length, LITTLE // writing_bytes(config, dtype, 1, length))
+
+
+def batched(items: list[T], size: int) -> Iterator[list[T]]:
+    return (items[first : first + max(1, size)] for first in range(0, len(items), max(1, size)))
 
 
 def _as_said(student: AnswerBound, first: int, written: list[list[int]], top: int) -> list[Verse]:
