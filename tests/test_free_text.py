@@ -18,8 +18,8 @@ from gradfix.data.load import load_unlabelled
 from gradfix.errors import DataError, UsageError
 from gradfix.methods import speaking
 from gradfix.methods.search import Search
-from gradfix.system.modules import restored
-from gradfix.tasks import TASKS
+from gradfix.system.modules import ON_DISK, LeftOnDisk, restored
+from gradfix.tasks import TASKS, reading
 from gradfix.tasks.phrases import token_f1
 from gradfix.tasks.scoring import mean_loss
 from gradfix.training import asking, free_text, imitating
@@ -278,6 +278,34 @@ def test_a_vocabulary_may_be_smaller_than_the_list_of_likely_tokens(sides: tuple
     words = sides[1].model.config.vocab_size
     lines = own_lines(sides[1], 2, 4, 0, top=2 * words)
     assert lines and all(line.top.shape[1] == words for line in lines)
+
+
+def test_texts_written_together_are_those_written_alone(
+    sides: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where the weights are on disk, room decides how many passes they take."""
+    student, passes, room = sides[1], list[int](), [2**40]
+    monkeypatch.setattr(imitating, "WRITTEN", 0)
+    monkeypatch.setattr(reading, "device_room", lambda device: room[0])
+    whole = own_lines(student, 6, 5, 3)
+    forward = student.model.forward
+    monkeypatch.setattr(student.model, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
+    ON_DISK[student.model] = LeftOnDisk({}, "files")
+    try:
+        for room[0], most in ((2**40, 1 + 5), (0, 1 + 6 * 5)):
+            passes.clear()
+            lines = own_lines(student, 6, 5, 3)
+            assert most // 2 < len(passes) <= most
+            assert [line.answer for line in lines] == [line.answer for line in whole]
+            for line, other in zip(lines, whole, strict=True):
+                torch.testing.assert_close(line.logs, other.logs, rtol=1e-5, atol=1e-5)
+    finally:
+        del ON_DISK[student.model]
+
+
+def test_prompts_and_answers_do_not_depend_on_the_batch(sides: tuple[Any, Any]) -> None:
+    few, many = (answers(sides[0], rows(6, 3), replace(QUICK.asking, pool=16, batch=size)) for size in (3, 32))
+    assert [(r.prompt, r.tokens, r.ended) for r in few.replies] == [(r.prompt, r.tokens, r.ended) for r in many.replies]
 
 
 def test_forgetting_is_measured_from_nothing(sides: tuple[Any, Any]) -> None:

@@ -45,6 +45,7 @@ class LessonPlan:
     writing: int
     brought: int  # weights on the device at one time where --offload leaves them on disk
     reads: int  # how often one step goes through all weights then
+    told: int  # and how often asking and writing do, a token at a time: all texts side by side
 
     @property
     def offloaded(self) -> int:
@@ -65,6 +66,7 @@ class LessonPlan:
             found["offload"] = {
                 "memory_gib": round(self.offloaded / GIB, 3),
                 "read_per_step_gib": round(self.reads * self.weights / GIB, 3),
+                "read_to_write_gib": round(self.told * self.weights / GIB, 3),
             }
         return found
 
@@ -76,6 +78,7 @@ class LessonPlan:
         if self.train == LORA:
             said["memory with --offload, at least"] = self.offloaded
             said["read from disk in a step then"] = self.reads * self.weights
+            said["and to ask and write, at least"] = self.told * self.weights
         return [(name, f"{size / GIB:.2f} GiB") for name, size in said.items()]
 
 
@@ -105,7 +108,8 @@ def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, sha
     said = config.answer_tokens
     with silent(), ExitStack() as stack:
         lora = stack.enter_context(adapted(model, config.rank or recipe.rank)) if train == LORA else None
-        passes = _walked(stack, model, device, (config.batch_size, tokens, said), train)
+        texts = (min(config.batch_size, recipe.kept), 1, recipe.keepsake_tokens)
+        passes = max(_walked(model, device, sizes, train) for sizes in ((config.batch_size, tokens, said), texts))
         if lora is not None:
             held = sum(p.numel() for p in lora.parameters.values())
             trained = held * 4 * 3  # float32: themselves and two moments; gradients are in the passes
@@ -113,26 +117,23 @@ def _plan(folder: Path, config: PlanConfig, dtype: torch.dtype, device: str, sha
             masters = 4 if dtype.itemsize < 4 else 0
             trained = counts * (2 * max(4, dtype.itemsize) + masters + dtype.itemsize)  # and a copy to come back to
     asking = config.batch_size * writing_bytes(model.config, dtype, tokens, said)
-    texts, length = recipe.keepsakes, recipe.keepsake_tokens
-    at_once = min(texts, texts_at_once(model.config, dtype, length))
+    length = recipe.keepsake_tokens
+    at_once = min(recipe.keepsakes, texts_at_once(model.config, dtype, length))
     writing = at_once * writing_bytes(model.config, dtype, 1, length)
     brought = min(2 * max(shape.block, shape.largest) * dtype.itemsize, weights)
     batches = sum(-(-count // config.batch_size) for count in (recipe.batch + recipe.labelled, recipe.kept))
-    return LessonPlan(train, weights, trained, passes, asking, writing, brought, READS * batches)
+    return LessonPlan(train, weights, trained, passes, asking, writing, brought, READS * batches, said + length)
 
 
-def _walked(stack: ExitStack, model: Any, device: str, sizes: tuple[int, int, int], train: str) -> int:
+def _walked(model: Any, device: str, sizes: tuple[int, int, int], train: str) -> int:
     """The peak of one forward and backward pass of a batch, beyond the model's own tensors."""
     samples, asked, said = sizes
-    stack.enter_context(FakeTensorMode())
-    stack.enter_context(torch.device(device))
-    shaped = stack.enter_context(with_shapes(model))
-    stack.enter_context(recomputing(shaped, train != FULL))
-    seen = stack.enter_context(Allocations(shaped))
-    logits = _scores(shaped, samples, asked, said)
-    top = torch.zeros(len(logits), 64, dtype=torch.int64)
-    divergences(logits.log_softmax(-1).gather(1, top), torch.zeros(len(logits), 64)).mean().backward()
-    return seen.peak
+    with FakeTensorMode(), torch.device(device), with_shapes(model) as shaped, recomputing(shaped, train != FULL):
+        with Allocations(shaped) as seen:
+            logits = _scores(shaped, samples, asked, said)
+            top = torch.zeros(len(logits), 64, dtype=torch.int64)
+            divergences(logits.log_softmax(-1).gather(1, top), torch.zeros(len(logits), 64)).mean().backward()
+        return seen.peak
 
 
 def _scores(model: Any, samples: int, asked: int, said: int) -> Tensor:
