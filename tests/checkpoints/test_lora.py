@@ -327,6 +327,9 @@ def test_tables_that_the_base_ties_answer_as_in_peft(tmp_path: Path, case: str) 
     for policy in ("error", "copy"):  # no head: the target has no place for a second table
         fate = Trio.open(base, lora, base, head=policy).fates.get("lm_head.weight")
         assert (fate is not None and fate.kind == "skipped") == apart
+    if options["target_modules"] == ["lm_head"]:
+        with pytest.raises(UnsafeResult, match=r"trained nothing but 'lm_head\.weight', apart .*ensure_weight_tying"):
+            TaskVector.of(Trio.open(base, lora, base))
 
 
 def test_a_mixtral_adapter_of_attention_is_read(bases: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from gradfix.checkpoints.trio import ACROSS, Trio
 from gradfix.commands.configs import InspectConfig
 from gradfix.errors import GradfixError, UsageError
 from gradfix.tasks.loading import read_json
+from gradfix.vectors.taskvector import no_change
 
 ROLES = ("base", "tuned", "target")
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -188,7 +189,7 @@ def _judge(opened: dict[str, Checkpoint], found: Inspection) -> None:
         found.notes.append("no tensor has the same name and shape everywhere: nothing was measured")
         return
     if tuned["distance"] == 0:
-        found.notes.append("base and tuned are equal: the task vector is zero")
+        found.notes.append(str(no_change(opened["base"], opened["tuned"])))
     elif tuned["relative"] > 0.5:
         found.notes.append(f"tuned differs from base by {tuned['relative']:.0%} of its norm: not a fine-tune of it?")
     if found.pairs.get("tuned - target", {}).get("distance") == 0:

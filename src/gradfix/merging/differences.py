@@ -27,7 +27,7 @@ from gradfix.stream.pieces import Buffers, all_finite, nonzeros
 from gradfix.stream.updates import Counts, Piece, Update, total
 from gradfix.system.threads import PieceWorkers, ahead
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.vectors.taskvector import MAX_NORM_RATIO, not_a_fine_tune
+from gradfix.vectors.taskvector import MAX_NORM_RATIO, no_change, not_a_fine_tune
 from gradfix.vectors.transported import mask_piece, share
 
 MIXED_UP = "Check the base and tuned of this vector; --force (or `force: true` in the recipe) goes on all the same."
@@ -62,7 +62,7 @@ class OpenVector:
         """Refuse what is no fine-tune of its base or what a mask emptied; say what became of the vector."""
         ratio = count.norm_ratio()
         if count.nonzero == 0:
-            raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: its task vector is zero.")
+            raise no_change(self.base, self.tuned)
         if ratio > MAX_NORM_RATIO and not force:
             raise not_a_fine_tune(self.base, self.tuned, ratio, target, advice=MIXED_UP)
         if self.ballot is not None:

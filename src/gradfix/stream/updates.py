@@ -19,7 +19,7 @@ from gradfix.checkpoints.weights import CHUNK, Checkpoint
 from gradfix.errors import UnsafeResult
 from gradfix.stream.ballot import Ballot
 from gradfix.stream.pieces import Buffers, all_finite, differing, nonzeros
-from gradfix.vectors.taskvector import MAX_NORM_RATIO, not_a_fine_tune
+from gradfix.vectors.taskvector import MAX_NORM_RATIO, no_change, not_a_fine_tune
 from gradfix.vectors.transported import mask_piece, share
 
 SPAN = 4  # chunks read at a time
@@ -134,7 +134,7 @@ class Difference(Update):
 
     def judge(self, whole: Counts, target: Checkpoint, force: bool) -> dict[str, Any]:
         if whole.nonzero == 0:
-            raise UnsafeResult(f"{self.tuned} equals {self.base} in every weight: the task vector is zero.")
+            raise no_change(self.base, self.tuned)
         if whole.norm_ratio() > MAX_NORM_RATIO and not force:
             raise not_a_fine_tune(self.base, self.tuned, whole.norm_ratio(), target)
         return {}

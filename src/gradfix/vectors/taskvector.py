@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.matched import match_prefix
+from gradfix.checkpoints.kinds import repeated
+from gradfix.checkpoints.matched import is_output_table, match_prefix
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import open_checkpoint
 from gradfix.checkpoints.trio import Trio, check_pair
@@ -42,7 +43,8 @@ class TaskVector(Mapping[str, Tensor]):
         heads = set(trio.heads)
         names = [name for name in trio.base.names() if name not in heads]
         shared = {name: name for name in names if name in trio.tuned and name in trio.target}
-        return cls.between(Renamed(trio.base, shared), Renamed(trio.tuned, shared))
+        found = cls._between(Renamed(trio.base, shared), Renamed(trio.tuned, shared))
+        return found._changing(trio.base, trio.tuned)
 
     @classmethod
     def own(cls, trio: Trio) -> TaskVector:
@@ -50,7 +52,7 @@ class TaskVector(Mapping[str, Tensor]):
         tuned = trio.sources["tuned"]
         base = match_prefix(trio.sources["base"], tuned)
         shared = {n: n for n in base.names() if n in tuned and base.info(n).shape == tuned.info(n).shape}
-        return cls.between(Renamed(base, shared), Renamed(tuned, shared))
+        return cls._between(Renamed(base, shared), Renamed(tuned, shared))._changing(base, tuned)
 
     @classmethod
     def between(cls, base: Source | Checkpoint, tuned: Source | Checkpoint) -> TaskVector:
@@ -61,6 +63,10 @@ class TaskVector(Mapping[str, Tensor]):
         before = open_checkpoint(base)
         after = open_checkpoint(tuned, base=before)
         before, after = _same_names(before, after)
+        return cls._between(before, after)._changing(before, after)
+
+    @classmethod
+    def _between(cls, before: Checkpoint, after: Checkpoint) -> TaskVector:
         names = check_pair(before, after)
         delta = {name: _working(after.read(name)) - _working(before.read(name)) for name in names}
         vector = cls(delta)
@@ -68,12 +74,12 @@ class TaskVector(Mapping[str, Tensor]):
             if not torch.isfinite(tensor).all():
                 guilty = after if not torch.isfinite(after.read(name).float()).all() else before
                 raise CorruptInput(f"tensor {name!r} of {guilty} holds NaN or Inf. Repair or re-export it.")
-        if not any(bool(tensor.any()) for tensor in delta.values()):
-            raise UnsafeResult(
-                f"{after} equals {before} in every weight: the task vector is zero. "
-                "Was the base given twice, or the fine-tune saved before training?"
-            )
         return vector
+
+    def _changing(self, base: Checkpoint, tuned: Checkpoint) -> TaskVector:
+        if not any(bool(tensor.any()) for tensor in self.values()):
+            raise no_change(base, tuned)
+        return self
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -179,6 +185,22 @@ def _same_names(before: Checkpoint, after: Checkpoint) -> tuple[Checkpoint, Chec
         mapped = MemoryCheckpoint(tensors, theirs.path)
         return (ours, mapped) if ours is before else (mapped, ours)
     return before, after
+
+
+def no_change(base: Checkpoint, tuned: Checkpoint) -> UnsafeResult:
+    """The refusal of a fine-tune that changes nothing, or nothing that base and target have."""
+    both = [name for name in base.names() if name in tuned]
+    added = [name for name in tuned.names() if name not in base and is_output_table(name)]
+    apart = sorted(set(added) - set(repeated(tuned, added, both)))
+    if not apart:
+        return UnsafeResult(
+            f"{tuned} equals {base} in every weight: the task vector is zero. "
+            "Was the base given twice, or the fine-tune saved before training?"
+        )
+    return UnsafeResult(
+        f"{tuned} trained nothing but {apart[0]!r}, apart from the input table that {base} shares with it: there is nothing "
+        "to transport. Save base and target with both tables (tie_word_embeddings false), or train the adapter with ensure_weight_tying."
+    )
 
 
 def not_a_fine_tune(
