@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from gradfix import best, compare
+from gradfix.checkpoints.trio import Trio
 from gradfix.cli import run
 from gradfix.data import load_data
 from gradfix.data.load import load_unlabelled
 from gradfix.errors import DataError, UsageError
 from gradfix.methods import speaking
+from gradfix.methods.opening import old_side
 from gradfix.methods.search import Search
 from gradfix.system.modules import ON_DISK, LeftOnDisk, restored
 from gradfix.tasks import TASKS, reading
@@ -389,6 +391,26 @@ def test_the_trained_adapter_is_the_one_that_is_written(home: Path, tmp_path: Pa
     assert figures["before"]["divergence"] == pytest.approx(0, abs=1e-5) and figures["after"]["divergence"] > 0
     assert {"token_f1", "generated_match", "general_loss"} <= set(figures["after"])
     assert len(figures["samples"]) == 3 and all(row["old_fine_tune"] is not None for row in figures["samples"])
+
+
+def test_units_are_compared_a_few_answers_at_a_time_with_one_result(
+    home: Path, sides: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, student = sides
+    old = old_side(Trio.open(home / "old", home / "tuned", home / "new"), student, teacher)
+    said, sizes, collate = answers(teacher, rows(8, 3), QUICK.asking), list[int](), type(student).collate
+    monkeypatch.setattr(type(student), "collate", lambda self, part: (sizes.append(len(part)), collate(self, part))[1])
+    vectors = []
+    for room, micro, most in ((2**31, 64, 32), (2**31, 9, 9), (2**20, 64, 4)):
+        monkeypatch.setattr(free_text, "WATCHED", room)
+        speech = replace(QUICK, imitation=replace(QUICK.imitation, steps=1, micro=micro))
+        sizes.clear()
+        found = learn(student, None, rows(8, 3), said, teacher=teacher, old=old, speech=speech)
+        vectors.append(next(start.vector for start in found.tried if start.name == "coordinates"))
+        assert max(sizes[2:]) == most  # after all of them were looked at
+    for vector in vectors[1:]:
+        for name, tensor in vectors[0].items():
+            torch.testing.assert_close(vector[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradfix.align.coordinates import Side, move
 from gradfix.errors import DataError, UsageError
 from gradfix.system.modules import device_room, offloaded, restored
-from gradfix.tasks.base import Bound, Example
+from gradfix.tasks.base import Batch, Bound, Example
 from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
 from gradfix.training.asking import REFERENCE, Asking, Transcript, ask, prompts_of
 from gradfix.training.costs import Work
 from gradfix.training.distil import GENTLER, typical_size
-from gradfix.training.imitating import Course, Imitation, Verse, followed, given_lines, imitate, lines_of, own_lines
+from gradfix.training.imitating import (
+    Course,
+    Imitation,
+    Verse,
+    batched,
+    followed,
+    given_lines,
+    imitate,
+    lines_of,
+    own_lines,
+)
 from gradfix.training.lowrank import LowRank, adapted, as_adapter, moved_by
 from gradfix.training.starts import ALPHAS, COORDINATES, NONE, PATIENCE, PLAIN, Old, Start, step_unit
 from gradfix.training.steps import change, trainable_weights
@@ -36,6 +46,7 @@ from gradfix.vectors.taskvector import TaskVector
 FULL, LORA, AUTO = "full", "lora", "auto"
 TRAINS = (AUTO, LORA, FULL)
 USUAL = 0.02  # what a fine-tune changes of a weight, where there is no vector to measure
+WATCHED = 2**31  # bytes of activations that are kept while the units of two models are compared
 LARGE = 2**32  # bytes of weights from which on two models are not held side by side for coordinates
 
 
@@ -233,16 +244,22 @@ def _in_coordinates(bound: AnswerBound, teacher: AnswerBound, old: Old, said: Tr
     """The old vector in the target's units: both bases read the teacher's answers."""
     rows = [_answered(reply.prompt, reply.text) for reply in said.replies if reply.text.strip()]
     rows = rows[-recipe.mapped :]
-    batches = []
-    for first in range(0, len(rows), recipe.map_batch):
-        part = rows[first : first + recipe.map_batch]
-        batches.append((teacher.collate(part), bound.collate(part)))
+    need = max(_watched_bytes(side.model, side.collate(rows)) for side in (teacher, bound))
+    parts = batched(rows, min(recipe.map_batch, recipe.micro, WATCHED * len(rows) // max(need, 1)))
+    batches = [(teacher.collate(part), bound.collate(part)) for part in parts]
     with dialled(teacher.model, old.tau) as dial:
         dial.turn(-1.0)
         return move(
             old.tau, old.correspondence, Side(teacher.model, teacher.loss), Side(bound.model, bound.loss), batches,
             rows=old.rows,
         )  # fmt: skip
+
+
+def _watched_bytes(model: nn.Module, batch: Batch) -> int:
+    """What is kept of a batch while units are compared: what goes into every map and comes out of it, and its gradients."""
+    maps = [p for p in model.parameters() if p.dim() > 1]
+    places = max(tensor.numel() for tensor in batch.values())
+    return places * sum(2 * sum(weight.shape) * weight.element_size() for weight in maps)
 
 
 def _answered(prompt: Example, text: str) -> dict[str, Any]:
