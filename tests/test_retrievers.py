@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from gradfix.data import load_data
 from gradfix.methods.results import Results
 from gradfix.tasks.embedding import EmbeddingBound, EmbeddingTask
 from gradfix.training.oldindex import agreement, keep_index, linear, orthogonal
-from gradfix.training.relations import divergences, rotation, sharpness
+from gradfix.training.relations import Relations, divergences, gone_on, rotation, sharpness
 from tests.stage import setup
 from tests.tasks.test_sentences import flags, sentence_folder
 
@@ -172,6 +173,18 @@ def test_divergences_are_those_of_the_definition() -> None:
         found = torch.softmax(2 * student[others] @ student[row] / 0.1, 0)
         assert value.item() == pytest.approx((wanted * (wanted / found).log()).sum().item(), abs=1e-12)
     assert sharpness(teacher, teacher, 0.1) == (1.0, pytest.approx(0.0, abs=1e-12))
+
+
+def test_the_teachers_vectors_go_on_the_way_the_fine_tune_took(here: Path) -> None:
+    base, tuned = opened("minilm"), opened("minilm-support")
+    texts = [("plain", "where is my card"), ("plain", "the transfer did not arrive"), ("plain", "a new phone")]
+    before, after = (bound.vectors(bound.model, texts) for bound in (base, tuned))
+    weights = dict(base.model.named_parameters())
+    old: Any = SimpleNamespace(tau={name: p.detach() - weights[name] for name, p in tuned.model.named_parameters()})
+    lesson = Relations({}, tuned.encoder.read(texts), after, torch.zeros(0, 0, dtype=torch.bool))
+    found = gone_on(lesson, tuned, old, 0.5).vectors
+    torch.testing.assert_close(found, torch.nn.functional.normalize(1.5 * after - 0.5 * before, dim=-1))
+    torch.testing.assert_close(tuned.vectors(tuned.model, texts), after, rtol=0, atol=0)
 
 
 def test_a_rotation_is_found_and_kept() -> None:

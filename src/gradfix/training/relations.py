@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class Relating:
     """How relations are taught; what is not said here is as in `Teaching`.
 
     `temperature` makes similarities a distribution; `contrast` is that of labelled pairs. `turned` weighs how far a
-    text's vector lies from the teacher's, turned to the student's space."""
+    text's vector lies from the teacher's, turned to the student's space. `further` is how far the teacher's vectors go
+    on beyond where the fine-tune took them, as a share of that way: a student stops short of its teacher."""
 
     steps: int = 168
     texts: int = 26
@@ -48,6 +49,7 @@ class Relating:
     temperature: float = 0.05
     contrast: float = 0.05
     turned: float = 20.0
+    further: float = 0.7
     remembers: bool = True
 
 
@@ -123,6 +125,9 @@ def learn_relations(
     """The update that makes the target relate texts as the tuned old model does; the model is left as it was."""
     how = Relating()
     lesson = lesson_for(bound, teacher, examples, unlabelled, recipe, seed)
+    read = 2 * len(lesson)  # once by the teacher, once by the student before its first step
+    if old is not None and how.further:
+        lesson, read = gone_on(lesson, teacher, old, how.further), read + len(lesson)
     rate = how.rate * step_unit(bound, tau, teacher, old)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
@@ -145,7 +150,6 @@ def learn_relations(
         if not left_behind:
             break
     walked = sum(len(one.curve) for one in tried)
-    read = len(lesson) * 2  # once by the teacher, once by the student before its first step
     forward = passes + read + looked + sum(one.passes for one in tried)
     work += Work(forward=forward, backward=passes, steps=how.steps, vectors=walked)
     return Related(update, start, tried, work, {**told, "rate": size, "steps": how.steps, "asked": len(lesson)})
@@ -176,6 +180,15 @@ def lesson_for(
     if not bool(torch.isfinite(vectors).all()):
         raise DataError("the old fine-tune's vectors of these texts are not finite.")
     return Relations(bound.encoder.read(texts), teacher.encoder.read(texts), vectors, _right(known, examples))
+
+
+def gone_on(lesson: Relations, teacher: EmbeddingBound, old: Old, further: float) -> Relations:
+    """The lesson with the teacher's vectors gone on in the direction that the fine-tune moved them from its base's."""
+    with dialled(teacher.model, old.tau) as dial, left_as_it_was(teacher.model):
+        dial.turn(-1.0)
+        before = _read(teacher, lesson.theirs)
+    after = lesson.vectors
+    return replace(lesson, vectors=functional.normalize(after + further * (after - before.to(after)), dim=-1))
 
 
 def _right(known: Sequence[Text], examples: Sequence[Example]) -> Tensor:
@@ -302,7 +315,7 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
     shares = (min(how.labelled, known), min(how.texts - min(how.labelled, known), count))
     labelled, related = draws(max(known, 1), shares[0], seed + 1), draws(count, shares[1], seed + 2)
     with left_as_it_was(bound.model):
-        memory = _read(bound, lesson)
+        memory = _read(bound, lesson.inputs)
         sharper = sharpness(memory, lesson.vectors, how.temperature)[0]
         turned = turned_to(memory, lesson.vectors)
         weight = known / (known + recipe.prior)
@@ -328,9 +341,10 @@ def _embedded(bound: EmbeddingBound, batch: Batch) -> Tensor:
     return in_stretches(bound.model, batch, lambda part: bound.embed(bound.model, part))
 
 
-def _read(bound: EmbeddingBound, lesson: Relations, size: int = 128) -> Tensor:
+def _read(bound: EmbeddingBound, texts: Batch, size: int = 128) -> Tensor:
+    count = len(next(iter(texts.values())))
     with torch.no_grad():
-        parts = [_embedded(bound, take(lesson.inputs, rows)) for rows in torch.arange(len(lesson)).split(size)]
+        parts = [_embedded(bound, take(texts, rows)) for rows in torch.arange(count).split(size)]
     return torch.cat(parts)
 
 
