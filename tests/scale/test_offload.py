@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -186,6 +187,23 @@ def test_memory_for_less_than_the_first_layer_is_refused(tmp_path):
 
     with pytest.raises(UsageError, match=r"no room for 'vit.embeddings', where the model begins"):
         load_offloaded(make, open_checkpoint(folder), tmp_path / "off", {"cpu": 1000})
+
+
+def test_the_memory_that_a_refusal_names_is_enough(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, vocab_size=6000)  # its two tables are larger than any block
+
+    def load(room: int) -> None:
+        load_offloaded(
+            lambda: LlamaForCausalLM(config), open_checkpoint(tmp_path / "target"), tmp_path / "off", {"cpu": room}
+        )
+
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    with pytest.raises(UsageError, match="beside its largest layer") as refused:
+        load(900_000)
+    load(int((float(re.findall(r"([\d.]+) MiB", str(refused.value))[0]) + 0.1) * 2**20))
 
 
 def _of_keys(name: str) -> bool:

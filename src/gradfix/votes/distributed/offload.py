@@ -116,7 +116,8 @@ def _refuse_homeless(model: nn.Module, places: Mapping[str, Place], main: Place)
     parts = first.split(".")
     above = (".".join(parts[:length]) for length in range(1, len(parts)))
     owner = next(name for name in above if model.get_submodule(name)._parameters)
-    need = _bytes(model.get_submodule(owner)) + max(map(_bytes, blocks(model)), default=0)
+    layers = [*blocks(model), *(module for module in model.modules() if module is not model and module._parameters)]
+    need = _bytes(model.get_submodule(owner)) + max(map(_bytes, layers))
     raise UsageError(
         f"--max-memory has no room for {owner!r}, where the model begins, beside its largest layer: together "
         f"{need / 2**20:.1f} MiB. Give more than that."
