@@ -168,13 +168,14 @@ class InMemory(VoteRun[SignVotes]):
         if known is not None:
             self.engine, self.notes = known.engine, [known.note]
             return None
-        return _FirstBatch(step.first, step.batch, [], self._look_at_halves(step.batch))
+        return _FirstBatch(step.first, step.batch, [])
 
     def _decide(self, first: _FirstBatch) -> None:
         """Pick the fastest engine that this model may have, by a plan."""
         assert first.good is not None
-        first.good, first.bad = self.finite(VoteStep(first.number, first.good), first.losses)
-        first.losses = first.losses[torch.isfinite(first.losses)]
+        losses = self._look_at_halves(first.good)
+        first.good, first.bad = self.finite(VoteStep(first.number, first.good), losses)
+        first.losses = losses[torch.isfinite(losses)]
         if first.good is not None:
             first.choice = choose(self.model, self.loss, first.good, self.tally)
             self.engine, self.notes = first.choice.engine, [first.choice.note]
@@ -205,7 +206,7 @@ class InMemory(VoteRun[SignVotes]):
         return bad
 
     def _fold_first(self, first: _FirstBatch) -> list[Bad]:
-        first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, first.losses)
+        first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, self.look)
         if first.choice is not None:
             self.engine, self.notes = first.choice.engine, [first.choice.note]
         else:
@@ -226,6 +227,7 @@ class InMemory(VoteRun[SignVotes]):
             assert first.choice is not None
             aside = Tally(self.tally.parameters)
             first.reason = fold_checked(first.choice, self.model, self.loss, ends(first.good), aside)
+            assert first.losses is not None
             if first.reason is None and differ(self.look(first.good), first.losses, first.dtype):
                 first.reason = MIXED
         self._settle(first)
@@ -250,12 +252,12 @@ class InMemory(VoteRun[SignVotes]):
 
 @dataclass
 class _FirstBatch:
-    """The batch on which an engine is chosen: its good samples, and their losses taken in halves."""
+    """The batch on which an engine is chosen: its good samples, and, where a plan is needed, their losses taken in halves."""
 
     number: int
     good: Batch | None
     bad: list[Bad]
-    losses: Tensor
+    losses: Tensor | None = None
     choice: ChosenEngine | None = None
     dtype: torch.dtype = torch.float32
     reason: str | None = None  # why the engine is not to be trusted

@@ -35,10 +35,11 @@ class Shelf:
 
     def fill(self, counts: Tensor) -> dict[str, Tensor]:
         """A view for each weight."""
-        self.counts, found, start = counts, dict[str, Tensor](), 0
-        for name, shape in self.shapes.items():
-            found[name] = counts[start : start + shape.numel()].view(shape)
-            start += -(-shape.numel() // APART) * APART
+        self.counts, found = counts, dict[str, Tensor]()
+        sizes = [-(-shape.numel() // APART) * APART for shape in self.shapes.values()]
+        for (name, shape), part in zip(self.shapes.items(), counts.split(sizes)):
+            size = shape.numel()
+            found[name] = (part if len(part) == size else part[:size]).view(shape)
         return found
 
 
@@ -143,6 +144,8 @@ class SpotCheck:
     def view(self, like: Tensor, name: str, own: Tensor) -> Tensor:
         """The entries of a weight's count that `like` are of `own`, the count of all samples."""
         whole = self.tally[name]
+        if like is own:
+            return whole
         start = whole.storage_offset() + like.storage_offset() - own.storage_offset()
         return whole.as_strided(like.shape, like.stride(), start)
 

@@ -6,24 +6,26 @@ are tiny beside the others'; rows that anybody else reaches have not. A model th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradfix.checkpoints.identity import values_of
-from gradfix.votes.batched.engine import MIXED, differ, garbage_later, keep_plan, uncompiled
+from gradfix.votes.batched.engine import differ, garbage_later, keep_plan, uncompiled
 from gradfix.votes.batched.layers import Call, Samples, rule_for
-from gradfix.votes.batched.passplan import NeedsLoop, PassPlan, Step
+from gradfix.votes.batched.passplan import PassPlan, Step
 from gradfix.votes.batched.recorded import BatchVote, repeats_of
 from gradfix.votes.batched.replay import COPIES, REPEAT, overwrites
-from gradfix.votes.batched.sample_rows import SampleLayout, keeps_rows, picks_rows, reach
+from gradfix.votes.batched.sample_rows import INDEXING, SampleLayout, keeps_rows, reach
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import Tracked, key_of, made_by, opened_up, refuse_inner, tensors_in
-from gradfix.votes.engines.loop import NotFinite, refuse_detached
+from gradfix.votes.engines.loop import refuse_detached
 
 LEAST_SAMPLES = 4  # two at the ends, and some to compare them with
 _USUAL = SampleLayout(0, 1)
+_NUMBERING = INDEXING | {torch.arange}
 # Exponents by which losses are scaled: the last not at all, the first once, all others twice. float16 has no room for them.
 _SCALES = {torch.float64: 256, torch.float32: 32, torch.bfloat16: 32}
 
@@ -57,16 +59,14 @@ class LearningWatch(VotingWatch):
         self.heights: list[tuple[Step, Tensor]] = []  # by sample, the largest output gradient of a use
         self.in_place: set[Any] = set()  # graph nodes that index, and leave every row with its sample
         self.numbers: list[Tensor] = []  # that come from no batch
+        self.losses = torch.empty(0)
 
     def run(self, asked: BatchVote) -> None:
+        """Without a look at the losses: the device is not waited for before everything else is launched, too."""
         with uncompiled(), self.watching(asked.model), torch.enable_grad():
             losses = asked.losses()
         self.ready(losses)
-        odd = ~torch.isfinite(losses).all()
-        mixed = odd if asked.expected is None else differ(losses, asked.expected, self.plan.dtype)
-        told = torch.stack([odd, mixed]).tolist()
-        if any(told):
-            raise NotFinite if told[0] else NeedsLoop(MIXED)
+        self.losses = losses.detach()
         self.backward(losses)
 
     def forget(self) -> None:
@@ -79,13 +79,17 @@ class LearningWatch(VotingWatch):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         refuse_inner(func)
-        weights = self.weights_in(func, args, kwargs) if torch.is_grad_enabled() else []
+        held = self._may_hold_weights(args) or (kwargs and self._may_hold_weights(kwargs.values()))
+        weights = self.weights_in(func, args, kwargs) if held and torch.is_grad_enabled() else []
         if not weights:
             output = func(*args, **kwargs)
-            self._note_picking(func, args, output)
+            if func in _NUMBERING:
+                self._note_picking(func, args, output)
         elif (step := self._voting_step(func, args, kwargs, weights)) is not None:
             self.plan.steps.append(step)
-            output = super().__torch_function__(func, types, args, kwargs)
+            output = self._tapped(self._advance(), func, args, kwargs)
+            if not step.on_samples:
+                self.follow(step, (func, args, kwargs), weights, output)
         elif self._holds_samples(args, kwargs) and any(weight.live for weight in weights):
             opened = opened_up(func, args, kwargs)
             if opened is None:
@@ -94,7 +98,7 @@ class LearningWatch(VotingWatch):
                 return opened()
         else:
             output = self._noted_step(func, args, kwargs, weights)
-        for tensor in tensors_in(output):
+        for tensor in (output,) if output.__class__ is Tensor else tensors_in(output):
             if tensor.requires_grad and tensor.is_floating_point():
                 self.computed.add(tensor.dtype)
         return output
@@ -171,8 +175,8 @@ class LearningWatch(VotingWatch):
         self.plan.dtype = min(self.computed | {losses.dtype}, key=lambda dtype: dtype.itemsize)
         if self.recomputes or not self.computed | {losses.dtype} <= set(_SCALES):
             raise Unusual("activations are not kept, or not in a usual dtype")
-        seen = reach(losses, self.tally.parameters, self.anchor)
-        if seen.others or seen.hidden or picks_rows(losses, self.in_place):
+        seen = reach(losses, self.tally.parameters, self.anchor, self.in_place)
+        if seen.others or seen.hidden or seen.picks:
             raise Unusual("weights are reached past the votes, or rows are picked")
         self.uses = self.plan.uses()
         self.waiting = {name: [] for name in self.uses}
@@ -193,18 +197,28 @@ class LearningWatch(VotingWatch):
         self.heights.append((step, heights))
         super().fold_use(step, call, gradient)
 
-    def confirm(self, asked: BatchVote) -> None:
-        """Keep the plan, if every use was seen with the rows at the ends as small as their losses. Waits for the device."""
+    def confirm(self, asked: BatchVote, again: Tensor, heard: Mapping[str, float]) -> None:
+        """Keep the plan, if every use was seen with the rows at the ends as small as their losses. Waits for the device.
+
+        `again` are losses of some samples in other company, as `in_other_company` has them, and `heard` tells how far
+        the loop's gradients of the last sample reach: it must have something to say where others have."""
+        odd = ~torch.isfinite(self.losses).all()
+        if any(torch.stack([odd, differ(in_other_company(self.losses), again, self.plan.dtype)]).tolist()):
+            raise Unusual("losses are not finite, or samples depend on each other")
         if len(self.heights) != sum(step.role == "vote" for step in self.plan.steps):
             raise Unusual("some uses reach no loss")
         kinds = {height.dtype for _, height in self.heights}
         for kind in kinds:
             chosen = [(step, height) for step, height in self.heights if height.dtype == kind]
-            self._confirm_some([step for step, _ in chosen], torch.stack([height for _, height in chosen]))
+            steps = [step for step, _ in chosen]
+            for step in self._speaking(steps, torch.stack([height for _, height in chosen])):
+                if not all(heard.get(name) for name in step.votes):
+                    raise Unusual(f"the sample that was compared says nothing in {step.key}")
         self.plan.proven = True
         keep_plan(asked, self.plan)
 
-    def _confirm_some(self, steps: list[Step], heights: Tensor) -> None:
+    def _speaking(self, steps: list[Step], heights: Tensor) -> list[Step]:
+        """The steps that some sample in between reaches, once all are clear."""
         exponent = _SCALES[self.plan.dtype]
         others = heights[:, 1:-1].amax(1)
         small = heights[:, 0] <= others * 2.0 ** (-0.5 * exponent)
@@ -215,3 +229,14 @@ class LearningWatch(VotingWatch):
         for step, clear, speaks in zip(steps, *found):
             if not clear or not (speaks or step.layout == _USUAL):
                 raise Unusual(f"samples do not lie first in {step.key}, or gradients are too small or large to tell")
+        return [step for step, speaks in zip(steps, found[1]) if speaks]
+
+
+def in_other_company(rows: Tensor) -> Tensor:
+    """Every second sample, the last one first, and then the first and the last: the order of `again`."""
+    return torch.cat([every_second(rows), rows[:1], rows[-1:]])
+
+
+def every_second(rows: Tensor) -> Tensor:
+    """Half of the samples, backwards: other neighbours, other statistics, and another place in the row."""
+    return rows[(len(rows) - 1) % 2 :: 2].flip(0)

@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 DOUBT = 0.1  # of a power of two, that rounding and sums in another order may explain
 _PICKING = ("Index", "Gather", "Scatter", "MaskedSelect", "Take")
 _ALONG = {torch.gather, Tensor.gather, torch.index_select, Tensor.index_select}
+INDEXING = _ALONG | {Tensor.__getitem__, Tensor.__setitem__}  # the calls that may leave every row with its sample
 
 
 @dataclass(frozen=True)
@@ -244,11 +245,12 @@ def _counts(index: Tensor, samples: int) -> bool:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a backward pass could still reach: named parameters, other leaves, reentrant checkpoints."""
+    """What a backward pass could still reach: named parameters, other leaves, reentrant checkpoints, and picked rows."""
 
     parameters: frozenset[str]
     others: bool
     hidden: bool
+    picks: bool
 
 
 def behind(losses: Tensor) -> set[Any]:
@@ -256,11 +258,16 @@ def behind(losses: Tensor) -> set[Any]:
     return set(_nodes(losses))
 
 
-def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -> Reach:
+def reach(
+    losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor, in_place: Collection[Any] | None = None
+) -> Reach:
+    """With `in_place`, the nodes that index and leave every row with its sample, it is told whether others do."""
     names = {id(p): name for name, p in parameters.items()}
     found: set[str] = set()
-    hidden = others = False
+    hidden = others = picks = False
     for node in _nodes(losses):
+        if in_place is not None and not picks:
+            picks = _picks(node) and node not in in_place
         if not node.next_functions:
             variable = getattr(node, "variable", anchor)
             if id(variable) in names:
@@ -268,7 +275,7 @@ def reach(losses: Tensor, parameters: dict[str, nn.Parameter], anchor: Tensor) -
             others = others or variable is not anchor
         elif isinstance(node, BackwardCFunction):
             hidden = hidden or "CheckpointFunctionBackward" in type(node).__name__
-    return Reach(frozenset(found), others, hidden)
+    return Reach(frozenset(found), others, hidden, picks)
 
 
 def lasting_node(output: Tensor) -> Any:
@@ -300,11 +307,6 @@ def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
                 found.add(parent)
                 waiting.append(parent)
     return found
-
-
-def picks_rows(losses: Tensor, in_place: Collection[Any]) -> bool:
-    """Whether any rows are picked by an index on the way to the losses, other than by nodes that leave them `in_place`."""
-    return any(_picks(node) and node not in in_place for node in _nodes(losses))
 
 
 def _picks(node: Any) -> bool:

@@ -343,7 +343,9 @@ def around_forward(
     wrapped = [(module, module.__dict__.get("forward")) for module in modules]
     try:
         for module, _ in wrapped:
-            module.__dict__["forward"] = functools.wraps(module.forward)(wrap(module, module.forward))
+            run = wrap(module, module.forward)
+            run.__wrapped__ = module.forward  # type: ignore[attr-defined]
+            module.__dict__["forward"] = run
         yield
     finally:
         for module, own in wrapped:

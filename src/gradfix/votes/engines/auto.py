@@ -1,15 +1,15 @@
 """engine="auto": the fastest engine that gives this model's votes, checked before it is trusted.
 
-The batched engine votes on the first batch and counts its first and its last sample once more; the loop takes these votes
-back, and what is left must be rounding. The losses of the batch as a whole must be those of its halves, or its samples depend
-on each other. That is tried without a plan first; where it does not work out, a plan is made and the same asked of it. Where
-something is wrong still, the batch is voted on again by the loop. The choice and its reason go into the notes of the votes.
+The batched engine votes on the first batch and counts its last sample once more; the loop takes these votes back, and what is
+left must be rounding. The losses of the batch as a whole must be those of half of it and of single samples, or its samples
+depend on each other. That is tried without a plan first; where it does not work out, a plan is made and the same asked of it
+with two samples and both halves. Where something is wrong still, the batch is voted on again by the loop. The choice and its reason go into the notes of the votes.
 What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from weakref import WeakMethod, ref
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from gradfix.checkpoints.identity import values_of
 from gradfix.system.modules import device_room
 from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
-from gradfix.votes.batched.first_pass import LEAST_SAMPLES, learn
+from gradfix.votes.batched.first_pass import LEAST_SAMPLES, every_second, learn
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, map_tensors, samples, take
 from gradfix.votes.tally import SpotCheck, Tally
 
-CHECKED_SAMPLES = 2
+Look = Callable[[Batch], Tensor]  # gives the losses of a batch
+
+CHECKED_SAMPLES = 2  # of a plan
 MEMORY_SHARE = 0.8
-# Share of a tensor's signs that rounding may flip; a wrong rule flips about half.
+# Share of a tensor's votes by two samples that rounding may change; a wrong rule flips about half of the signs.
 ALLOWED = {torch.float64: 0.001, torch.float32: 0.02}
 ALLOWED_16 = 0.25
 # Gradients this small, of the largest of all weights and of their own tensor, are rounding.
@@ -37,7 +39,7 @@ NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64,
 NOISE_16 = (0.01, 0.05)
 MEANINGLESS = 100  # among votes of two samples
 TOGETHER = 2**23  # entries whose signs are taken back at once: small tensors cost launches, not sums
-AGREES = f"engine batched: agrees with the loop on {CHECKED_SAMPLES} samples."
+AGREES = "engine batched: agrees with the loop on the first batch."
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ def choose(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> ChosenEn
     except Exception as error:  # whatever a model does to the fast path, the loop still works
         return ChosenEngine(loop, f"engine loop: {_failed(error)}.")
     bytes_per_sample = (_peak(tally) - held) / CHECKED_SAMPLES + _written_down(model, loss, batch, tally)
+    return _trusted(bytes_per_sample, size, tally)
+
+
+def _trusted(bytes_per_sample: float, size: int, tally: Tally) -> ChosenEngine:
     return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
 
 
@@ -73,30 +79,32 @@ def ends(batch: Batch) -> Batch:
     return map_tensors(torch.clone, both)
 
 
-def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, expected: Tensor) -> ChosenEngine | None:
+def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: Look) -> ChosenEngine | None:
     """Fold the first batch of a tally without a plan, and give the engine if all that is asked of it holds.
 
-    Else nothing is folded, whatever the reason was: a plan tells more."""
+    Else nothing is folded, whatever the reason was: a plan tells more. The device is waited for at the end alone."""
     size, held = batch_size(batch), _allocated(tally)
     if size < LEAST_SAMPLES or tally.count:
         return None
-    trial = _trial(tally)
-    asked = BatchVote(model, loss, batch, tally, size, expected, SpotCheck(trial, (0, size - 1)))
+    asked = BatchVote(model, loss, batch, tally, size, spot=SpotCheck(_trial(tally, 1), (size - 1,)))
     try:
+        half = look(map_tensors(lambda leaf: every_second(leaf) if leaf.ndim else leaf, batch))
         learned = learn(asked)
         bytes_per_sample = (_peak(tally) - held) / size
-        if not disagreements(model, loss, ends(batch), trial, learned.plan.dtype):
-            learned.confirm(asked)
-            return ChosenEngine(_in_parts(bytes_per_sample, size, tally), AGREES, bytes_per_sample)
+        compared = LoopCheck(asked.spot.tally, learned.plan.dtype)
+        again = [half, look(take(batch, slice(0, 1))), *compared.launch(model, loss, take(batch, slice(size - 1, size)))]
+        if not compared.disagreements():
+            learned.confirm(asked, torch.cat(again), compared.heights)
+            return _trusted(bytes_per_sample, size, tally)
     except Exception:  # what a model or its data do wrong is found again, and told
         pass
     tally.clear()
     return None
 
 
-def _trial(tally: Tally) -> Tally:
+def _trial(tally: Tally, samples: int = CHECKED_SAMPLES) -> Tally:
     trial = Tally(tally.parameters)
-    trial.reserve(CHECKED_SAMPLES)
+    trial.reserve(samples)
     return trial
 
 
@@ -125,7 +133,9 @@ def _failed(error: Exception) -> str:
 
 
 def _disagreement(model: nn.Module, loss: Loss, few: Batch, trial: Tally) -> str | None:
-    wrong = disagreements(model, loss, few, trial, computed_in(model, loss, few, trial))
+    compared = LoopCheck(trial, computed_in(model, loss, few, trial))
+    compared.launch(model, loss, few)
+    wrong = compared.disagreements()
     if not wrong:
         return None
     name, share = max(wrong.items(), key=lambda item: item[1])
@@ -148,17 +158,46 @@ def remembered(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Chos
     if plan is None or plan.trust is None or plan.trust.loss() != loss or size < CHECKED_SAMPLES:
         return None
     needed = plan.trust.bytes_per_sample
-    return ChosenEngine(_in_parts(needed, size, tally), AGREES, needed)
+    return _trusted(needed, size, tally)
 
 
-class _TakingBack:
-    """The loop's signs on their way into a trial's votes, many tensors at a time."""
+class LoopCheck:
+    """Whether the loop can take back a trial's votes, up to what rounding in a dtype explains. Many tensors at a time.
 
-    def __init__(self, trial: Tally, noise: float) -> None:
-        self.trial, self.noise = trial, noise
+    Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
+    where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
+
+    def __init__(self, trial: Tally, dtype: torch.dtype) -> None:
+        self.trial = trial
+        self.of_all, self.noise = NOISE.get(dtype, NOISE_16)
+        self.allowed = ALLOWED.get(dtype, ALLOWED_16) * trial.count / CHECKED_SAMPLES
+        self.heights: dict[str, float] = {}  # of every tensor, the largest gradient in any sample
         self.waiting: list[tuple[str, Tensor]] = []
         self.entries = 0
         self.found: list[tuple[list[str], Tensor]] = []
+
+    def launch(self, model: nn.Module, loss: Loss, batch: Batch) -> list[Tensor]:
+        """Take back the votes of these samples, one after the other; gives their losses. The device is not waited for."""
+        losses = []
+        with folding(self.trial.parameters, self.add):
+            for sample in samples(batch):
+                losses.append(backward(loss, model, sample)[None])
+                self.flush()
+        return losses
+
+    def disagreements(self) -> dict[str, float]:
+        """Tensors with votes that are left, and the share of these. Waits for the device."""
+        counts, wrong = self._told(), dict[str, float]()
+        scale = max(self.heights.values(), default=0.0)
+        for name, (left, untold) in counts.items():
+            if self.heights.get(name, scale) <= self.of_all * scale:
+                continue
+            count = self.trial[name].numel() - untold
+            share = (left - untold) / max(count, 1)
+            # One flipped sign of a tiny tensor is no verdict.
+            if share > max(self.allowed, 2 / max(count, 1)):
+                wrong[name] = share
+        return wrong
 
     def add(self, name: str, gradient: Tensor) -> None:
         dense = gradient.to_dense() if gradient.is_sparse else gradient
@@ -185,48 +224,23 @@ class _TakingBack:
         torch._foreach_copy_(own, list(votes.split(sizes)))
         self.found.append((names, highest))
 
-    def told(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-        """Of every tensor: its largest gradient in any sample, and the votes left, and how many of them mean nothing.
+    def _told(self) -> dict[str, tuple[int, int]]:
+        """Of every tensor the votes left, and how many of them mean nothing.
 
         The device is waited for here and nowhere before, so that it works off the batch while samples are launched."""
         left = list(_left(self.trial))
         highest, counts = (values_of([values for _, values in found]) for found in (self.found, left))
-        largest: dict[str, float] = {}
         for (names, _), heights in zip(self.found, highest):
             for name, height in zip(names, heights):
-                largest[name] = max(largest.get(name, height), height)
+                self.heights[name] = max(self.heights.get(name, height), height)
         pairs = {n: pair for (names, _), told in zip(left, counts) for n, *pair in zip(names, told[::2], told[1::2])}
-        return largest, {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
+        return {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
 
 
 def _sent(numbers: list[int], device: torch.device) -> Tensor:
     """On the device, without waiting for what it is busy with."""
     told = torch.tensor(numbers)
     return told.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else told
-
-
-def disagreements(model: nn.Module, loss: Loss, batch: Batch, trial: Tally, dtype: torch.dtype) -> dict[str, float]:
-    """Tensors whose votes the loop cannot take back from `trial`, beyond what rounding in this dtype explains.
-
-    Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
-    where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
-    of_all, of_tensor = NOISE.get(dtype, NOISE_16)
-    taking = _TakingBack(trial, of_tensor)
-    with folding(trial.parameters, taking.add):
-        for sample in samples(batch):
-            backward(loss, model, sample)
-            taking.flush()
-    heights, counts = taking.told()
-    scale, wrong = max(heights.values(), default=0.0), {}
-    for name, (left, untold) in counts.items():
-        if heights.get(name, scale) <= of_all * scale:
-            continue
-        count = trial[name].numel() - untold
-        share = (left - untold) / max(count, 1)
-        # One flipped sign of a tiny tensor is no verdict.
-        if share > max(ALLOWED.get(dtype, ALLOWED_16), 2 / max(count, 1)):
-            wrong[name] = share
-    return wrong
 
 
 def _left(trial: Tally) -> Iterator[tuple[list[str], Tensor]]:
