@@ -170,6 +170,7 @@ class _StandIn(Tensor):
 
 _Map = tuple[dict[str, torch.Size], dict[str, str], dict[str, Window | Mosaic]]
 _KNOWN_MAPS: WeakKeyDictionary[nn.Module, _Map] = WeakKeyDictionary()  # working one out takes as long as a small vote
+_LAST: list[tuple[Any, _Map]] = []  # architecture asked for last: of several models of one, the first is worked out
 
 
 def _transformers_map(
@@ -184,13 +185,19 @@ def _transformers_map(
         return {name: name for name in shapes}, {}
     known = _KNOWN_MAPS.get(model)
     if known is None or known[0] != shapes:
-        known = _KNOWN_MAPS[model] = (dict(shapes), *_reverted(model, shapes, revert_weight_conversion))
+        kind = (type(model), model.config.to_dict(), getattr(model, "_weight_conversions", None))
+        if not _LAST or _LAST[0][0] != kind or _LAST[0][1][0] != shapes:
+            _LAST[:] = [(kind, (dict(shapes), *_reverted(model, shapes, revert_weight_conversion)))]
+        known = _KNOWN_MAPS[model] = _LAST[0][1]
     return known[1:]
 
 
 def _reverted(
     model: nn.Module, shapes: Mapping[str, torch.Size], revert: Callable[..., dict[str, Tensor]]
 ) -> tuple[dict[str, str], dict[str, Window | Mosaic]]:
+    nothing: dict[str, Tensor] = {}
+    if revert(model, nothing) is nothing:  # no conversion of this model is known
+        return {name: name for name in shapes}, {}
     stand_ins = {n: torch.empty(shape, device="meta").as_subclass(_StandIn) for n, shape in shapes.items()}
     homes = {tensor.untyped_storage()._cdata: name for name, tensor in stand_ins.items()}
     renamed: dict[str, str] = {}

@@ -39,26 +39,30 @@ def fold_product(left: Tensor, right: Tensor, votes: Tensor) -> bool:
     """votes += sum_n sign(-left_n^T right_n) on a GPU; False where the caller should do it itself."""
     if not left.is_cuda:
         return False
-    if not _fits_tiles(left, right):
+    wide = left.dtype == torch.float32
+    tiles = _tiles(left.device, left.dtype, left.shape[1:], right.shape[2])
+    if tiles is None or (wide and not torch.backends.cuda.matmul.allow_tf32):
         fold_chunks(left, right, votes)
-    elif left.dtype == torch.float32:
+    elif wide:
         step = max(1, COPY_BYTES // max(1, left[0].nbytes + right[0].nbytes))
         for rows in (slice(start, start + step) for start in range(0, len(left), step)):
-            fold_tiles(_tokens_last(left[rows]), _tokens_last(right[rows]), votes, TILES_TF32)
+            fold_tiles(_tokens_last(left[rows]), _tokens_last(right[rows]), votes, tiles)
     else:
-        small = left.shape[2] * right.shape[2] < SMALL_WEIGHT
-        tiles = SMALL_TILES_16 if small else TILES_16
         fold_tiles(_for_copy_engine(left), _for_copy_engine(right), votes, tiles)
     return True
 
 
-def _fits_tiles(left: Tensor, right: Tensor) -> bool:
-    if triton is None or _capability(left.device) < 9 or left.dtype not in NARROW:
-        return False
-    if left.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
-        return False
-    rows, columns, tokens = left.shape[2], right.shape[2], left.shape[1]
-    return rows % 8 == 0 and columns % 8 == 0 and min(rows, columns) >= 64 and tokens >= 8
+@functools.cache
+def _tiles(device: torch.device, dtype: torch.dtype, left: torch.Size, columns: int) -> Tiles | None:
+    """How to cut up products of a left operand of these tokens and rows, where they are taken at all."""
+    tokens, rows = left
+    if triton is None or _capability(device) < 9 or dtype not in NARROW:
+        return None
+    if rows % 8 or columns % 8 or min(rows, columns) < 64 or tokens < 8:
+        return None
+    if dtype == torch.float32:
+        return TILES_TF32
+    return SMALL_TILES_16 if rows * columns < SMALL_WEIGHT else TILES_16
 
 
 def _for_copy_engine(tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Call:
         return Call(self.weights, inputs, self.options)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Samples:
     """How many samples there are and where they lie in the output."""
 
@@ -49,7 +49,8 @@ class Samples:
 
     def tokens(self, tensor: Tensor, features: int = 1) -> Tensor:
         """(samples, tokens, features), where the last `features` dimensions are the features."""
-        if features == 1 and tensor.ndim == 3 and self.layout == _USUAL:
+        layout = self.layout
+        if features == 1 and tensor.ndim == 3 and layout.__class__ is SampleLayout and layout.rows == 1 > layout.dim:
             return tensor
         shape = tensor.shape[tensor.ndim - features :]
         return self.split(tensor).reshape(self.count, -1, shape.numel())

@@ -83,7 +83,8 @@ class Use:
         with torch._C.DisableTorchFunction():
             if [tensor._version for tensor in inputs.values()] != self.versions:
                 raise RuntimeError(f"an input of {self.step.key[0]} was modified in place after it was used.")
-            self.votes.fold_use(self.step, self.call.keep(inputs), gradients[0].reshape(self.shape))
+            gradient = gradients[0] if gradients[0].shape == self.shape else gradients[0].reshape(self.shape)
+            self.votes.fold_use(self.step, self.call.keep(inputs), gradient)
 
 
 class VotingWatch(Watch):

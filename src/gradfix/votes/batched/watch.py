@@ -117,7 +117,11 @@ class Watch(TorchFunctionMode):
         """Watch what some modules do: calls elsewhere are not slowed down by a mode that has no use for them."""
         inside_one = False
 
-        def watched(_: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+            call = _CALLS.get(type(module))
+            if call is not None and "forward" not in module.__dict__:
+                return lambda input: self.__torch_function__(*call(module, input))
+
             def run(*args: Any, **kwargs: Any) -> Any:
                 nonlocal inside_one
                 if inside_one:
@@ -355,6 +359,11 @@ def around_forward(
                 module.__dict__["forward"] = own
 
 
+# Modules that are one call and nothing else: no mode is needed to see it.
+_CALLS: dict[type[nn.Module], Callable[[Any, Tensor], tuple[Any, tuple[()], tuple[Any, ...]]]] = {
+    nn.Linear: lambda own, data: (F.linear, (), (data, own.weight, own.bias)),
+    nn.LayerNorm: lambda own, data: (F.layer_norm, (), (data, own.normalized_shape, own.weight, own.bias, own.eps)),
+}
 _APPLY = Function.__dict__["apply"]
 _showing = 0
 

@@ -92,7 +92,11 @@ def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: L
         learned = learn(asked)
         bytes_per_sample = (_peak(tally) - held) / size
         compared = LoopCheck(asked.spot.tally, learned.plan.dtype)
-        again = [half, look(take(batch, slice(0, 1))), *compared.launch(model, loss, take(batch, slice(size - 1, size)))]
+        again = [
+            half,
+            look(take(batch, slice(0, 1))),
+            *compared.launch(model, loss, take(batch, slice(size - 1, size))),
+        ]
         if not compared.disagreements():
             learned.confirm(asked, torch.cat(again), compared.heights)
             return _trusted(bytes_per_sample, size, tally)

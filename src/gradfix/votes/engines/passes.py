@@ -138,6 +138,13 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: dict(value) if isinstance(value, dict) else value for name, value in own if name not in _INTERNAL}
 
 
+def _keeps(value: Any) -> bool:
+    """Whether an attribute holds a tensor."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(isinstance(item, Tensor) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
+
+
 def _left(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Attributes that hold other tensors than before."""
     found = []
@@ -167,11 +174,13 @@ def nothing_left_behind(model: nn.Module) -> Iterator[None]:
     What was kept before goes the way the model itself lets go of it: by a turn of `train`."""
     everything = _Leftovers([(module, _attributes(module)) for module in model.modules()])
     turning = [module for module, _ in everything.before if type(module).train is not nn.Module.train]
-    for mode in (True, False):
-        for module in turning:
-            if module.training is not mode:  # else its parent turned it
-                module.train(mode)
-    _LEFT[model] = _Leftovers([(module, _attributes(module)) for module, _ in everything.before])
+    _LEFT[model] = _Leftovers(everything.before)
+    if turning and any(_keeps(value) for _, before in everything.before for value in before.values()):
+        for mode in (True, False):
+            for module in turning:
+                if module.training is not mode:  # else its parent turned it
+                    module.train(mode)
+        _LEFT[model] = _Leftovers([(module, _attributes(module)) for module, _ in everything.before])
     try:
         yield
     finally:
