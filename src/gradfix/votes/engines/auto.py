@@ -86,12 +86,13 @@ def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: L
     size, held = batch_size(batch), _allocated(tally)
     if size < LEAST_SAMPLES or tally.count:
         return None
-    asked = BatchVote(model, loss, batch, tally, size, spot=SpotCheck(_trial(tally, 1), (size - 1,)))
+    trial = _trial(tally, 1)
+    asked = BatchVote(model, loss, batch, tally, size, spot=SpotCheck(trial, (size - 1,)))
     try:
         half = look(map_tensors(lambda leaf: every_second(leaf) if leaf.ndim else leaf, batch))
         learned = learn(asked)
         bytes_per_sample = (_peak(tally) - held) / size
-        compared = LoopCheck(asked.spot.tally, learned.plan.dtype)
+        compared = LoopCheck(trial, learned.plan.dtype)
         again = [
             half,
             look(take(batch, slice(0, 1))),
