@@ -25,7 +25,16 @@ from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
-from gradfix.votes.engines.auto import ChosenEngine, choose, ends, fold_checked, fold_hoped, remember, remembered
+from gradfix.votes.engines.auto import (
+    ChosenEngine,
+    choose,
+    ends,
+    fold_checked,
+    fold_hoped,
+    look_in_parts,
+    remember,
+    remembered,
+)  # fmt: skip
 from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
@@ -173,22 +182,13 @@ class InMemory(VoteRun[SignVotes]):
     def _decide(self, first: _FirstBatch) -> None:
         """Pick the fastest engine that this model may have, by a plan."""
         assert first.good is not None
-        losses = self._look_at_halves(first.good)
+        losses = look_in_parts(self.look, first.good)
         first.good, first.bad = self.finite(VoteStep(first.number, first.good), losses)
         first.losses = losses[torch.isfinite(losses)]
         if first.good is not None:
             first.choice = choose(self.model, self.loss, first.good, self.tally)
             self.engine, self.notes = first.choice.engine, [first.choice.note]
             first.dtype = computed_in(self.model, self.loss, first.good, self.tally)
-
-    def _look_at_halves(self, batch: Batch) -> Tensor:
-        size = batch_size(batch)
-        if size == 1:
-            return self.look(batch)
-        try:
-            return torch.cat([self.look(take(batch, rows)) for rows in (slice(size // 2), slice(size // 2, size))])
-        except DataError:
-            return self.look(batch)  # told of the whole batch
 
     def fold(self, step: VoteStep) -> list[Bad]:
         if self._first is not None and self._first.number == step.first:
@@ -211,12 +211,12 @@ class InMemory(VoteRun[SignVotes]):
             self.engine, self.notes = first.choice.engine, [first.choice.note]
         else:
             self._decide(first)
-            if first.good is not None and self.engine is loop:
-                loop(self.model, self.loss, first.good, self.tally)
-            elif first.good is not None:
+            if first.good is not None and self.engine is not loop:
                 assert first.choice is not None
                 given = (self.model, self.loss, first.good, self.tally, first.losses)
                 first.reason = fold_checked(first.choice, *given)
+        if first.good is not None and self.engine is loop:
+            loop(self.model, self.loss, first.good, self.tally)
         self._settle(first)
         return first.bad
 
@@ -252,7 +252,7 @@ class InMemory(VoteRun[SignVotes]):
 
 @dataclass
 class _FirstBatch:
-    """The batch on which an engine is chosen: its good samples, and, where a plan is needed, their losses taken in halves."""
+    """The batch on which an engine is chosen: its good samples, and, where a plan is needed, their losses taken in parts."""
 
     number: int
     good: Batch | None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradfix.checkpoints.identity import values_of
-from gradfix.votes.batched.engine import differ, garbage_later, keep_plan, uncompiled
+from gradfix.votes.batched.engine import MIXED, differ, garbage_later, keep_plan, uncompiled
 from gradfix.votes.batched.layers import Call, Samples, rule_for
 from gradfix.votes.batched.passplan import PassPlan, Step
 from gradfix.votes.batched.recorded import BatchVote, repeats_of
@@ -22,8 +22,10 @@ from gradfix.votes.batched.sample_rows import INDEXING, SampleLayout, keeps_rows
 from gradfix.votes.batched.trace import VotingWatch
 from gradfix.votes.batched.watch import Tracked, key_of, made_by, opened_up, refuse_inner, tensors_in
 from gradfix.votes.engines.loop import refuse_detached
+from gradfix.votes.engines.passes import every_second
 
 LEAST_SAMPLES = 4  # two at the ends, and some to compare them with
+ENOUGH = 32  # samples to look at every second one of
 _USUAL = SampleLayout(0, 1)
 _NUMBERING = INDEXING | {torch.arange}
 # Exponents by which losses are scaled: the last not at all, the first once, all others twice. float16 has no room for them.
@@ -32,6 +34,10 @@ _SCALES = {torch.float64: 256, torch.float32: 32, torch.bfloat16: 32}
 
 class Unusual(Exception):
     """The pass does what only a plan made beforehand can tell apart."""
+
+
+class Mixed(Exception):
+    """Samples have other losses in other company."""
 
 
 def learn(asked: BatchVote) -> LearningWatch:
@@ -197,14 +203,18 @@ class LearningWatch(VotingWatch):
         self.heights.append((step, heights))
         super().fold_use(step, call, gradient)
 
-    def confirm(self, asked: BatchVote, again: Tensor, heard: Mapping[str, float]) -> None:
+    def refuse_mixing(self, again: Tensor) -> None:
+        """`again` are losses of some samples in other company, in the order of `in_other_company`. Waits for the device."""
+        odd = ~torch.isfinite(self.losses).all()
+        mixed = differ(in_other_company(self.losses), again, self.plan.dtype)
+        told = torch.stack([odd, mixed]).tolist()
+        if any(told):
+            raise Unusual("losses are not finite") if told[0] else Mixed(MIXED)
+
+    def confirm(self, asked: BatchVote, heard: Mapping[str, float]) -> None:
         """Keep the plan, if every use was seen with the rows at the ends as small as their losses. Waits for the device.
 
-        `again` are losses of some samples in other company, as `in_other_company` has them, and `heard` tells how far
-        the loop's gradients of the last sample reach: it must have something to say where others have."""
-        odd = ~torch.isfinite(self.losses).all()
-        if any(torch.stack([odd, differ(in_other_company(self.losses), again, self.plan.dtype)]).tolist()):
-            raise Unusual("losses are not finite, or samples depend on each other")
+        `heard` tells how far the loop's gradients of the last sample reach: it must say something where others do."""
         if len(self.heights) != sum(step.role == "vote" for step in self.plan.steps):
             raise Unusual("some uses reach no loss")
         kinds = {height.dtype for _, height in self.heights}
@@ -232,11 +242,11 @@ class LearningWatch(VotingWatch):
         return [step for step, speaks in zip(steps, found[1]) if speaks]
 
 
-def in_other_company(rows: Tensor) -> Tensor:
-    """Every second sample, the last one first, and then the first and the last: the order of `again`."""
-    return torch.cat([every_second(rows), rows[:1], rows[-1:]])
+def in_other_company(losses: Tensor) -> Tensor:
+    """Those of every second sample, and of the first and the last."""
+    return torch.cat([*(every_second(losses, start) for start in turns(len(losses))), losses[:1], losses[-1:]])
 
 
-def every_second(rows: Tensor) -> Tensor:
-    """Half of the samples, backwards: other neighbours, other statistics, and another place in the row."""
-    return rows[(len(rows) - 1) % 2 :: 2].flip(0)
+def turns(size: int) -> list[int]:
+    """With which sample to begin, where every second is taken. Of many samples half are enough, the last among them."""
+    return [(size - 1) % 2] if size >= ENOUGH else [0, 1]

@@ -9,6 +9,7 @@ What was found out holds for later calls with the same model, loss and kind of b
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.identity import values_of
+from gradfix.errors import DataError
 from gradfix.system.modules import device_room
 from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
-from gradfix.votes.batched.first_pass import LEAST_SAMPLES, every_second, learn
+from gradfix.votes.batched.first_pass import LEAST_SAMPLES, Mixed, learn, turns
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.batched.recorded import BatchVote
 from gradfix.votes.engines.loop import Engine, backward, folding, loop
-from gradfix.votes.engines.passes import Batch, Loss, batch_size, map_tensors, samples, take
+from gradfix.votes.engines.passes import Batch, Loss, batch_size, every_second, map_tensors, samples, take
 from gradfix.votes.tally import SpotCheck, Tally
 
 Look = Callable[[Batch], Tensor]  # gives the losses of a batch
@@ -89,22 +91,37 @@ def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: L
     trial = _trial(tally, 1)
     asked = BatchVote(model, loss, batch, tally, size, spot=SpotCheck(trial, (size - 1,)))
     try:
-        half = look(map_tensors(lambda leaf: every_second(leaf) if leaf.ndim else leaf, batch))
+        again = [look(every_second(batch, start)) for start in turns(size)]
         learned = learn(asked)
         bytes_per_sample = (_peak(tally) - held) / size
+        again.append(look(take(batch, slice(0, 1))))
         compared = LoopCheck(trial, learned.plan.dtype)
-        again = [
-            half,
-            look(take(batch, slice(0, 1))),
-            *compared.launch(model, loss, take(batch, slice(size - 1, size))),
-        ]
+        again += compared.launch(model, loss, take(batch, slice(size - 1, size)))
+        learned.refuse_mixing(torch.cat(again))
         if not compared.disagreements():
-            learned.confirm(asked, torch.cat(again), compared.heights)
+            learned.confirm(asked, compared.heights)
             return _trusted(bytes_per_sample, size, tally)
+    except Mixed as reason:
+        warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
+        tally.clear()
+        return ChosenEngine(loop, f"engine loop: {reason}.")
     except Exception:  # what a model or its data do wrong is found again, and told
         pass
     tally.clear()
     return None
+
+
+def look_in_parts(look: Look, batch: Batch) -> Tensor:
+    """The losses of all samples, every second one computed without the others."""
+    if batch_size(batch) == 1:
+        return look(batch)
+    try:
+        even, odd = (look(every_second(batch, start)).flip(0) for start in (0, 1))
+    except DataError:
+        return look(batch)  # told of the whole batch
+    losses = torch.cat([even, odd])
+    losses[0::2], losses[1::2] = even, odd
+    return losses
 
 
 def _trial(tally: Tally, samples: int = CHECKED_SAMPLES) -> Tally:
