@@ -27,11 +27,11 @@ from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
 from gradfix.votes.engines.auto import (
     ChosenEngine,
+    Parts,
     choose,
     ends,
     fold_checked,
     fold_hoped,
-    look_in_parts,
     remember,
     remembered,
 )  # fmt: skip
@@ -177,12 +177,12 @@ class InMemory(VoteRun[SignVotes]):
         if known is not None:
             self.engine, self.notes = known.engine, [known.note]
             return None
-        return _FirstBatch(step.first, step.batch, [])
+        return _FirstBatch(step.first, step.batch, Parts(self.look, step.batch), [])
 
     def _decide(self, first: _FirstBatch) -> None:
         """Pick the fastest engine that this model may have, by a plan."""
         assert first.good is not None
-        losses = look_in_parts(self.look, first.good)
+        losses = first.parts.losses()
         first.good, first.bad = self.finite(VoteStep(first.number, first.good), losses)
         first.losses = losses[torch.isfinite(losses)]
         if first.good is not None:
@@ -206,7 +206,7 @@ class InMemory(VoteRun[SignVotes]):
         return bad
 
     def _fold_first(self, first: _FirstBatch) -> list[Bad]:
-        first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, self.look)
+        first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, first.parts)
         if first.choice is not None:
             self.engine, self.notes = first.choice.engine, [first.choice.note]
         else:
@@ -256,6 +256,7 @@ class _FirstBatch:
 
     number: int
     good: Batch | None
+    parts: Parts
     bad: list[Bad]
     losses: Tensor | None = None
     choice: ChosenEngine | None = None

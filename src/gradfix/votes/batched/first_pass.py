@@ -222,24 +222,25 @@ class LearningWatch(VotingWatch):
             chosen = [(step, height) for step, height in self.heights if height.dtype == kind]
             steps = [step for step, _ in chosen]
             for step in self._speaking(steps, torch.stack([height for _, height in chosen])):
-                if not all(heard.get(name) for name in step.votes):
+                if not any(heard.get(name) for name in step.votes):
                     raise Unusual(f"the sample that was compared says nothing in {step.key}")
         self.plan.proven = True
         keep_plan(asked, self.plan)
 
     def _speaking(self, steps: list[Step], heights: Tensor) -> list[Step]:
-        """The steps that some sample in between reaches, once all are clear."""
+        """The steps that some sample in between reaches by more than rounding, once all are clear."""
         exponent = _SCALES[self.plan.dtype]
         others = heights[:, 1:-1].amax(1)
         small = heights[:, 0] <= others * 2.0 ** (-0.5 * exponent)
         smaller = heights[:, -1] <= others * 2.0 ** (-1.5 * exponent)
         # Gradients that one sample alone would lose at the end of the range, or many at the other, have other votes when scaled.
         inside = (others == 0) | ((others >= 16.0) & (others <= 2.0 ** (3 * exponent)))
-        found = values_of([small & smaller & inside, others > 0])
-        for step, clear, speaks in zip(steps, *found):
+        rounding = min(0.01, 1e3 * torch.finfo(self.plan.dtype).eps)
+        found = values_of([small & smaller & inside, others > 0, others > rounding * others.max()])
+        for step, clear, speaks, _ in zip(steps, *found):
             if not clear or not (speaks or step.layout == _USUAL):
                 raise Unusual(f"samples do not lie first in {step.key}, or gradients are too small or large to tell")
-        return [step for step, speaks in zip(steps, found[1]) if speaks]
+        return [step for step, loud in zip(steps, found[2]) if loud]
 
 
 def in_other_company(losses: Tensor) -> Tensor:

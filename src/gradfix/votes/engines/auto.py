@@ -29,8 +29,6 @@ from gradfix.votes.engines.loop import Engine, backward, folding, loop
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, every_second, map_tensors, samples, take
 from gradfix.votes.tally import SpotCheck, Tally
 
-Look = Callable[[Batch], Tensor]  # gives the losses of a batch
-
 CHECKED_SAMPLES = 2  # of a plan
 MEMORY_SHARE = 0.8
 # Share of a tensor's votes by two samples that rounding may change; a wrong rule flips about half of the signs.
@@ -81,7 +79,32 @@ def ends(batch: Batch) -> Batch:
     return map_tensors(torch.clone, both)
 
 
-def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: Look) -> ChosenEngine | None:
+class Parts:
+    """The losses of a batch, every second sample computed without the others; each half once, when it is asked for."""
+
+    def __init__(self, look: Callable[[Batch], Tensor], batch: Batch) -> None:
+        self.look, self.batch = look, batch
+        self.known: dict[int, Tensor] = {}
+
+    def turn(self, start: int) -> Tensor:
+        """Of the samples from `start` on, the last one first."""
+        if start not in self.known:
+            self.known[start] = self.look(every_second(self.batch, start))
+        return self.known[start]
+
+    def losses(self) -> Tensor:
+        if batch_size(self.batch) == 1:
+            return self.look(self.batch)
+        try:
+            even, odd = (self.turn(start).flip(0) for start in (0, 1))
+        except DataError:
+            return self.look(self.batch)  # told of the whole batch
+        losses = torch.cat([even, odd])
+        losses[0::2], losses[1::2] = even, odd
+        return losses
+
+
+def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, parts: Parts) -> ChosenEngine | None:
     """Fold the first batch of a tally without a plan, and give the engine if all that is asked of it holds.
 
     Else nothing is folded, whatever the reason was: a plan tells more. The device is waited for at the end alone."""
@@ -91,10 +114,10 @@ def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: L
     trial = _trial(tally, 1)
     asked = BatchVote(model, loss, batch, tally, size, spot=SpotCheck(trial, (size - 1,)))
     try:
-        again = [look(every_second(batch, start)) for start in turns(size)]
+        again = [parts.turn(start) for start in turns(size)]
         learned = learn(asked)
         bytes_per_sample = (_peak(tally) - held) / size
-        again.append(look(take(batch, slice(0, 1))))
+        again.append(parts.look(take(batch, slice(0, 1))))
         compared = LoopCheck(trial, learned.plan.dtype)
         again += compared.launch(model, loss, take(batch, slice(size - 1, size)))
         learned.refuse_mixing(torch.cat(again))
@@ -109,19 +132,6 @@ def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, look: L
         pass
     tally.clear()
     return None
-
-
-def look_in_parts(look: Look, batch: Batch) -> Tensor:
-    """The losses of all samples, every second one computed without the others."""
-    if batch_size(batch) == 1:
-        return look(batch)
-    try:
-        even, odd = (look(every_second(batch, start)).flip(0) for start in (0, 1))
-    except DataError:
-        return look(batch)  # told of the whole batch
-    losses = torch.cat([even, odd])
-    losses[0::2], losses[1::2] = even, odd
-    return losses
 
 
 def _trial(tally: Tally, samples: int = CHECKED_SAMPLES) -> Tally:
