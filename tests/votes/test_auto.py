@@ -158,6 +158,68 @@ def test_what_is_unusual_in_the_first_batch_gets_a_plan(do: Callable[[nn.Linear,
         assert any("at a time" in note or "engine loop" in note for note in found.notes)
 
 
+def partners(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Every second sample sees the one before it; halves of the batch, cut in the middle, would not tell."""
+    hidden = layer(x)
+    return (hidden + 0.3 * hidden[torch.arange(len(x)) // 2 * 2].detach()).tanh()
+
+
+def a_queue(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Two doors with room for a part of the batch each: who comes late stays outside."""
+    left = x.sum(1) > 0
+    place = torch.where(left, left.cumsum(0), (~left).cumsum(0))
+    return (x + (place <= max(1, int(0.45 * len(x)))).double()[:, None] * layer(x)).tanh()
+
+
+def other_when_alone(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The first sample's padding is left out in company only, as some state space models do."""
+    padded = (x[:, :1] == 9) & (len(x) > 1)
+    return layer(torch.where(padded, 0.0, x)).tanh()
+
+
+@pytest.mark.parametrize("samples", [8, 40])
+@pytest.mark.parametrize("meddle", [partners, a_queue, other_when_alone])
+def test_samples_that_meddle_by_values_alone_go_to_the_loop(
+    meddle: Callable[[nn.Linear, Tensor], Tensor], samples: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(samples, 6, dtype=torch.double)
+    x[0, 0] = 9
+    model, batches = Couple(meddle).double(), [{"x": x, "y": torch.arange(samples) % 3}] * 2
+    with pytest.warns(UserWarning, match="depend on each other"):
+        found = collect_votes(model, image_loss, batches)
+    assert found.notes == ("engine loop: samples of a batch depend on each other.",)
+    assert_equal_votes(dict(found), dict(votes_of(model, image_loss, batches, "loop")))
+
+
+def test_where_the_compared_sample_is_silent_two_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradfix.votes.batched import forms
+
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.beside, self.head = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((self.layer(x) + (x[:, :1] > 0) * self.beside(x)).tanh())
+
+    torch.manual_seed(0)
+    model, x = Silent().double(), torch.randn(8, 6, dtype=torch.double)
+    x[0, 0], x[-1, 0] = 1, -1
+    batch = {"x": x, "y": torch.arange(8) % 3}
+    right, fold = votes_of(model, image_loss, [batch], "loop"), forms.Product.fold
+
+    def wrong(self: forms.Product, votes: Tensor) -> None:
+        fold(self, votes)
+        if not self.left[-1].any():  # of the weight that the last sample says nothing about
+            votes.neg_()
+
+    monkeypatch.setattr(forms.Product, "fold", wrong)
+    found = collect_votes(model, image_loss, [batch])
+    assert found.notes[0].startswith("engine loop: batched disagrees on 1 tensors, worst 'beside.weight'")
+    assert_equal_votes(dict(found), dict(right))
+
+
 def test_counts_that_lie_together_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from gradfix.votes import tally
 

@@ -250,7 +250,8 @@ class LoopCheck:
         highest = (
             torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
         )
-        small = (self.noise * highest).repeat_interleave(_sent(sizes, flat.device), output_size=len(flat))
+        bounds = torch.where(highest > 0, self.noise * highest, -1)  # silence is no rounding
+        small = bounds.repeat_interleave(_sent(sizes, flat.device), output_size=len(flat))
         own = [self.trial[name].view(-1) for name in names]
         votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
         torch._foreach_copy_(own, list(votes.split(sizes)))
