@@ -185,7 +185,8 @@ class VotingWatch(Watch):
         """Watch the whole pass; once it is known where weights are used, only there."""
         rooms = [found for room in self.plan.rooms or () if (found := room()) is not None]
         unknown = self.hooks and self.plan.rooms is None
-        noting = around_forward(model.modules() if unknown else (), self._noted)
+        users = [module for module in model.modules() if module._parameters or module._modules] if unknown else ()
+        noting = around_forward(users, self._noted)
         with self.only_inside(rooms) if rooms else self, noting:
             yield
         if unknown:
@@ -253,8 +254,7 @@ class VotingWatch(Watch):
                 node.register_prehook(use.see)
                 return output
         inputs = [tensor.detach() for tensor in use.release().values()]
-        in_place = step.rule.owns_output and is_own(output)
-        return Tap.apply(output, self.anchor, use.receive, in_place, *inputs)
+        return Tap.apply(output, self.anchor, use.receive, step.rule.owns_output and is_own(output), *inputs)
 
     def fold_use(self, step: Step, call: Call, gradient: Tensor) -> None:
         assert step.rule is not None and step.layout is not None

@@ -251,7 +251,7 @@ class LoopCheck:
             torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
         )
         bounds = torch.where(highest > 0, self.noise * highest, -1)  # silence is no rounding
-        small = bounds.repeat_interleave(_sent(sizes, flat.device), output_size=len(flat))
+        small = torch.cat([bound.expand(size) for bound, size in zip(bounds.unbind(), sizes)])
         own = [self.trial[name].view(-1) for name in names]
         votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
         torch._foreach_copy_(own, list(votes.split(sizes)))
@@ -268,12 +268,6 @@ class LoopCheck:
                 self.heights[name] = max(self.heights.get(name, height), height)
         pairs = {n: pair for (names, _), told in zip(left, counts) for n, *pair in zip(names, told[::2], told[1::2])}
         return {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
-
-
-def _sent(numbers: list[int], device: torch.device) -> Tensor:
-    """On the device, without waiting for what it is busy with."""
-    told = torch.tensor(numbers)
-    return told.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else told
 
 
 def _left(trial: Tally) -> Iterator[tuple[list[str], Tensor]]:
