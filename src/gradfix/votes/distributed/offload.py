@@ -93,13 +93,16 @@ def _silent() -> Iterator[None]:
 
 def _places(model: nn.Module, max_memory: Mapping[int | str, int | str] | None) -> dict[str, Place]:
     """Which part of the model goes where; a module with tensors of its own beside submodules is kept in one piece."""
-    whole = [*blocks(model), *(m for m in model.modules() if m is not model and m._parameters)]
-    kinds = sorted({type(module).__name__ for module in whole})
+    kinds = sorted({type(module).__name__ for module in _kept_whole(model)})
     limits = None if max_memory is None else dict(max_memory)
     places: dict[str, Place] = infer_auto_device_map(model, max_memory=limits, no_split_module_classes=kinds)
     main = _main_device(places, max_memory)
     own = {name for name, _ in model.named_parameters(recurse=False)}
     return {name: main if name in own else place for name, place in places.items()}
+
+
+def _kept_whole(model: nn.Module) -> list[nn.Module]:
+    return [*blocks(model), *(module for module in model.modules() if module is not model and module._parameters)]
 
 
 def _main_device(places: Mapping[str, Place], max_memory: Mapping[int | str, int | str] | None) -> Place:
@@ -116,8 +119,7 @@ def _refuse_homeless(model: nn.Module, places: Mapping[str, Place], main: Place)
     parts = first.split(".")
     above = (".".join(parts[:length]) for length in range(1, len(parts)))
     owner = next(name for name in above if model.get_submodule(name)._parameters)
-    layers = [*blocks(model), *(module for module in model.modules() if module is not model and module._parameters)]
-    need = _bytes(model.get_submodule(owner)) + max(map(_bytes, layers))
+    need = _bytes(model.get_submodule(owner)) + max(map(_bytes, _kept_whole(model)))
     raise UsageError(
         f"--max-memory has no room for {owner!r}, where the model begins, beside its largest layer: together "
         f"{need / 2**20:.1f} MiB. Give more than that."
