@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table
-from gradfix.align.pairing import polar, side_by_side
+from gradfix.align.pairing import polars, side_by_side
 from gradfix.align.roles import Part
 from gradfix.checkpoints.matched import is_output_table
 from gradfix.checkpoints.slices import is_split
@@ -284,10 +284,12 @@ class _Work:
         self.last: Tensor | None = None  # and where it ends
 
     def place(self, group: list[LinearPair], products: _Products, inside: dict[Any, Tensor], outside: str) -> None:
-        for pair in group:
-            if _inside(pair) not in inside:
-                inside[_inside(pair)] = polar(products.pop(_inside(pair)))
-            self._turn(pair, inside[_inside(pair)], polar(products.pop((outside, pair.target.place))))
+        missing = dict.fromkeys(_inside(pair) for pair in group if _inside(pair) not in inside)
+        inside |= polars({place: products.pop(place) for place in missing})
+        wanted = [(outside, pair.target.place) for pair in group]
+        maps = polars({place: products.pop(place) for place in wanted})
+        for pair, place in zip(group, wanted, strict=True):
+            self._turn(pair, inside[_inside(pair)], maps[place])
 
     def moved(self, correspondence: Correspondence, passes: int) -> Moved:
         """The vector with what needs no maps of its own."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 Batch = Mapping[str, Tensor]
+TOGETHER = 2**26  # entries of matrices that are decomposed at once
 
 
 def side_by_side(ours: Tensor, theirs: Tensor, batches: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
@@ -84,15 +86,30 @@ def _grid(tensor: Tensor, side: int, size: int) -> Tensor:
     return torch.cat([first, cells], 1)
 
 
+def polars(crosses: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """The polar factor of every matrix: on a card those of one shape together, because launching them takes longest."""
+    shapes: dict[Any, list[Any]] = {}
+    for place, cross in crosses.items():
+        alone = place if cross.device.type == "cpu" else None
+        shapes.setdefault((cross.shape, cross.dtype, cross.device, alone), []).append(place)
+    found: dict[Any, Tensor] = {}
+    for places in shapes.values():
+        size = max(1, TOGETHER // crosses[places[0]].numel())
+        for first in range(0, len(places), size):
+            some = places[first : first + size]
+            found |= dict(zip(some, polar(torch.stack([crosses[place] for place in some])), strict=True))
+    return found
+
+
 def polar(cross: Tensor) -> Tensor:
     """U V^T of the singular value decomposition: by matrix products alone, where these are faster than the decomposition.
 
     Directions that are not told from rounding (a millionth of the strongest one in float32) have no evidence behind
     them and fade out instead of being turned at random."""
-    tall = cross.shape[0] >= cross.shape[1]
-    x = cross if tall else cross.T
+    tall = cross.shape[-2] >= cross.shape[-1]
+    x = cross if tall else cross.mT
     x = _by_decomposition(x) if x.device.type == "cpu" else _by_products(x)
-    return x if tall else x.T
+    return x if tall else x.mT
 
 
 def _by_products(x: Tensor) -> Tensor:
@@ -105,9 +122,9 @@ def _by_decomposition(x: Tensor) -> Tensor:
         left, sizes, right = torch.linalg.svd(x, full_matrices=False)
     except RuntimeError:  # it did not converge, or there was nothing finite to decompose
         return _by_products(x)
-    sizes = sizes / sizes[0].clamp(min=torch.finfo(sizes.dtype).tiny)
-    sizes = sizes / _room_above(torch.linalg.vector_norm(sizes, 16))
-    return (left * _risen(sizes[:, None, None])[:, 0, 0]) @ right
+    sizes = sizes / sizes[..., :1].clamp(min=torch.finfo(sizes.dtype).tiny)
+    sizes = sizes / _room_above(torch.linalg.vector_norm(sizes, 16, dim=-1, keepdim=True))
+    return (left * _risen(sizes[..., None, None])[..., 0, 0].unsqueeze(-2)) @ right
 
 
 def _room_above(largest: Tensor) -> Tensor:
@@ -131,13 +148,17 @@ def _no_smaller_than_the_largest(x: Tensor) -> Tensor:
     A power iteration falls short where its first vector misses the strongest direction (the gradients in front of a
     layer norm are orthogonal to a vector of ones), and then the iteration of `polar` runs away."""
     tiny = torch.finfo(x.dtype).tiny
-    gram = x.T @ (x / x.norm().clamp(min=tiny))
+
+    def norm(matrix: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+
+    gram = x.mT @ (x / norm(x).clamp(min=tiny))
     sizes = []
     for _ in range(2):
-        sizes.append(gram.norm().clamp(min=tiny))
+        sizes.append(norm(gram).clamp(min=tiny))
         gram = gram / sizes[-1]
         gram = gram @ gram
-    root = gram.norm()
+    root = norm(gram)
     for size in reversed(sizes):
         root = size * root.sqrt()
-    return (root * x.norm()).sqrt()
+    return (root * norm(x)).sqrt()

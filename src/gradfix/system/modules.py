@@ -1,9 +1,10 @@
-"""A model is lent: whatever is done with it, it comes back as it was. And the room there is for it on a device."""
+"""A model is lent: whatever is done with it, it comes back as it was. And its device: the room there is, and work recorded there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,3 +75,28 @@ def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(before[name])
+
+
+def capture(once: Callable[[], None]) -> Callable[[], None]:
+    """Record what a function launches; the function itself runs on the host only, and computes nothing yet."""
+    graph = torch.cuda.CUDAGraph()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    try:
+        # Other threads (a loader that pins memory) go on meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            once()
+    except BaseException:
+        # A recording that breaks off leaves the generator waiting for its end.
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
+    return graph.replay
+
+
+def waits_for_launches(work: Callable[[], object], idle: float = 0.3) -> bool:
+    """Whether the card is done with this work nearly as soon as the last of it is launched: it waits for the host then."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    launched = time.perf_counter()
+    torch.cuda.synchronize()
+    return time.perf_counter() - launched < idle * (time.perf_counter() - began)

@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -22,6 +23,7 @@ LONGEST = 512  # tokens, where neither the user nor the model says otherwise
 UNLIMITED = 10**6  # tokenizers write an absurd number where they know no limit
 LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 LOSSES = ("mean", "sum")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 SCORED = 28  # bytes for a token that may be the next: its score, copies, and sums in float64
 Tokens = Sequence[int]
 
@@ -75,6 +77,18 @@ def tokenise(tokenizer: Any, examples: Sequence[Example], limit: TokenLimit, mod
     refuse_foreign_tokens(tokens["input_ids"], tokenizer, model)
     device = next(model.parameters()).device
     return {name: tensor.to(device) for name, tensor in tokens.items()}
+
+
+def same_tokenizer_files(first: Any, second: Any) -> bool:
+    """Whether two tokenizers were read from files with the same bytes; False where they cannot be found."""
+    folders = [Path(str(tokenizer.name_or_path)) for tokenizer in (first, second)]
+    if not all((folder / "tokenizer.json").is_file() for folder in folders):
+        return False
+    ours, theirs = (
+        [path.read_bytes() if (path := folder / name).is_file() else None for name in TOKENIZER_FILES]
+        for folder in folders
+    )
+    return ours == theirs
 
 
 def processed(processor: Any, examples: Sequence[Example], model: Any) -> Batch:

@@ -21,7 +21,8 @@ from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
-from gradfix.tasks.reading import speaks
+from gradfix.tasks.encoders import TextEncoder
+from gradfix.tasks.reading import same_tokenizer_files, speaks
 from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
 from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Batch, Lesson, Teaching, answers, can_teach, distil, join, take
@@ -237,7 +238,7 @@ def lesson_for(
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(unlabelled), generator=generator).tolist()
     real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
-    parts: list[list[Batch]] = [[side.collate(real) for side in (bound, teacher)]] if real else []
+    parts: list[list[Batch]] = [_read_by_both(bound, teacher, real)] if real else []
     if len(real) < min(ENOUGH, recipe.pool):
         known, count = [*examples, *real], recipe.pool - len(real)
         natural = _beside_sentences(bound, teacher, known, int(recipe.natural * count), seed)
@@ -263,7 +264,23 @@ def _beside_sentences(bound: Bound, teacher: Bound, known: Sequence[Example], co
     if len(texts) < len(known) or not in_the_language_of_the_bank(texts):
         return []
     made = [{**known[place], column: text} for place, text in beside_sentences(texts, count, seed)]
-    return [_unanswered(side.collate(made)) for side in (bound, teacher)]
+    return [_unanswered(side) for side in _read_by_both(bound, teacher, made)]
+
+
+def _read_by_both(bound: Bound, teacher: Bound, examples: Sequence[Example]) -> list[Batch]:
+    """The examples as each side reads them; where both read alike, once."""
+    ours = bound.collate(examples)
+    return [ours, ours if reads_alike(bound, teacher) else teacher.collate(examples)]
+
+
+def reads_alike(bound: Bound, teacher: Bound) -> bool:
+    """Whether two text encoders make the same tokens of a text: by their settings and the files of their tokenizers."""
+    first, second = (getattr(side, "encoder", None) for side in (bound, teacher))
+    if not isinstance(first, TextEncoder) or not isinstance(second, TextEncoder):
+        return False
+    settings = [(one.prompt, one.lower, one.max_length, one.tokenizer.model_input_names) for one in (first, second)]
+    devices = {next(side.model.parameters()).device for side in (bound, teacher)}
+    return settings[0] == settings[1] and len(devices) == 1 and same_tokenizer_files(first.tokenizer, second.tokenizer)
 
 
 def _made_up(
@@ -273,7 +290,7 @@ def _made_up(
 
     They cannot where the tokenizers differ, and where a sample holds one sequence per label (causal tasks).
     Without a plain text to cut (chats) the known inputs themselves are the lesson."""
-    ours, theirs = (_unanswered(side.collate(known)) for side in (bound, teacher))
+    ours, theirs = (_unanswered(side) for side in _read_by_both(bound, teacher, known))
     tokens = [batch.get("input_ids") for batch in (ours, theirs)]
     per_label = tokens[0] is not None and tokens[0].dim() > 2
     same = tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu())
@@ -281,7 +298,8 @@ def _made_up(
         for table in (_table(teacher), _table(bound)):  # tokens that only one base has say nothing to the other
             if vocabulary is not None and table is not None:
                 vocabulary = vocabulary[: table.num_embeddings]
-        return [_unanswered(remix(batch, count, seed, vocabulary)) for batch in (ours, theirs)]
+        mixed = _unanswered(remix(ours, count, seed, vocabulary))
+        return [mixed, mixed if reads_alike(bound, teacher) else _unanswered(remix(theirs, count, seed, vocabulary))]
     column = _text_column(known[0], per_label)
     if not all(isinstance(example.get(column), str) for example in known):
         return [ours, theirs]

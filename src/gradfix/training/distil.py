@@ -26,7 +26,7 @@ from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task, alike, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
-from gradfix.training.steps import Training, draws, trainable_weights
+from gradfix.training.steps import Training, draws, take_steps, trainable_weights
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 
@@ -78,17 +78,22 @@ class Lesson:
         return Lesson(take(self.inputs, rows), self.answers[rows.to(self.answers.device)])
 
 
+def picked(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
+    """Some samples of a batch, as wide as it is."""
+    return {name: tensor[rows.to(tensor.device)] for name, tensor in batch.items()}
+
+
 def take(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
     """Some samples of a batch, token sequences cut to the longest of them."""
-    picked = {name: tensor[rows.to(tensor.device)] for name, tensor in batch.items()}
-    if "attention_mask" in picked:
-        mask = picked["attention_mask"]
+    found = picked(batch, rows)
+    if "attention_mask" in found:
+        mask = found["attention_mask"]
         seen = mask.bool().flatten(0, -2).any(0).nonzero()
         width = int(seen.max()) + 1 if len(seen) else mask.shape[-1]
-        for name, tensor in picked.items():
+        for name, tensor in found.items():
             if tensor.shape == mask.shape:
-                picked[name] = tensor[..., :width]
-    return picked
+                found[name] = tensor[..., :width]
+    return found
 
 
 def can_teach(bound: Bound) -> bool:
@@ -191,12 +196,24 @@ def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, te
     shares = (min(wanted[0], count), min(wanted[1], len(lesson)))
     known, asked = draws(count, shares[0], seed + 1), draws(len(lesson), shares[1], seed + 2)
     weight = count / (count + teaching.prior) if len(lesson) else 1.0
+
+    def ordinary(known: Tensor, asked: Tensor) -> list[Callable[[], Tensor]]:
+        seen = take(labelled, known) if labelled is not None else None
+        return _losses(bound, seen, lesson.take(asked) if len(lesson) else None, weight, teaching.temperature)
+
+    def of_one_shape(known: Tensor, asked: Tensor) -> Tensor:
+        seen = picked(labelled, known) if labelled is not None else None
+        told = Lesson(picked(lesson.inputs, asked), lesson.answers[asked]) if len(lesson) else None
+        return _loss(bound, seen, told, weight, teaching.temperature)
+
+    rows = [(_whole(next(known)), _whole(next(asked))) for _ in range(teaching.steps)]
     with left_as_it_was(bound.model), torch.enable_grad():
-        for step in range(teaching.steps):
-            told = lesson.take(torch.tensor(next(asked))) if len(lesson) else None
-            seen = take(labelled, torch.tensor(next(known))) if labelled is not None else None
-            training.step(step, _losses(bound, seen, told, weight, teaching.temperature))
+        take_steps(training, rows, ordinary, of_one_shape)
     return teaching.steps * sum(shares)
+
+
+def _whole(rows: Sequence[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long)
 
 
 def _losses(

@@ -24,10 +24,10 @@ from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
 from gradfix.training.costs import Work
-from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, take
+from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, picked, take
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
-from gradfix.training.steps import Training, change, draws, trainable_weights, warmed
+from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -314,27 +314,49 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
     count, known = len(lesson), lesson.labelled
     shares = (min(how.labelled, known), min(how.texts - min(how.labelled, known), count))
     labelled, related = draws(max(known, 1), shares[0], seed + 1), draws(count, shares[1], seed + 2)
+    weight = known / (known + recipe.prior)
     with left_as_it_was(bound.model):
         memory = _read(bound, lesson.inputs)
         sharper = sharpness(memory, lesson.vectors, how.temperature)[0]
         turned = turned_to(memory, lesson.vectors)
-        weight = known / (known + recipe.prior)
+        right = lesson.right.to(memory.device)
+
+        def loss(found: Tensor, rows: Tensor, once: Tensor) -> Tensor:
+            """Of texts and their vectors; a text that was drawn twice counts once."""
+            found = torch.where(once[:, None], found, found.detach())
+            everyone = memory.clone()
+            everyone[rows] = found
+            memory[rows] = found.detach()
+            parts = _loss(found, everyone, rows, lesson, sharper, how)
+            if how.turned:
+                parts = parts + how.turned * (1 - (found * turned[rows]).sum(-1))
+            whole = (parts * once).sum() / once.sum()
+            if known:
+                whole = whole + weight * _contrast(everyone, rows, once, right, sharper, how)
+            return whole
+
+        def ordinary(rows: Tensor, once: Tensor) -> list[Tensor]:
+            rows = rows[once]
+            found = _embedded(bound, take(lesson.inputs, rows))
+            places = rows.to(found.device)
+            return [loss(found, places, torch.ones_like(places, dtype=torch.bool))]
+
+        def of_one_shape(rows: Tensor, once: Tensor) -> Tensor:
+            return loss(_embedded(bound, picked(lesson.inputs, rows)), rows, once)
+
+        drawn = [
+            _drawn_once([*next(related), *(count - known + place for place in next(labelled))])
+            for _ in range(how.steps)
+        ]
         with torch.enable_grad():
-            for step in range(how.steps):
-                rows = torch.tensor([*next(related), *(count - known + place for place in next(labelled))])
-                rows = rows.unique()
-                found = _embedded(bound, take(lesson.inputs, rows))
-                places = rows.to(found.device)
-                everyone = memory.clone()
-                everyone[places] = found
-                memory[places] = found.detach()
-                loss = _loss(found, everyone, rows, lesson, sharper, how)
-                if how.turned:
-                    loss = loss + how.turned * (1 - (found * turned[places]).sum(-1)).mean()
-                if known:
-                    loss = loss + weight * _contrast(everyone, rows, lesson, sharper, how)
-                training.step(step, [loss])
+            take_steps(training, drawn, ordinary, of_one_shape)
     return how.steps * sum(shares)
+
+
+def _drawn_once(rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The rows in order, and which of them are there for the first time."""
+    drawn = torch.tensor(sorted(rows))
+    return drawn, torch.cat([torch.tensor([True]), drawn[1:] != drawn[:-1]])
 
 
 def _embedded(bound: EmbeddingBound, batch: Batch) -> Tensor:
@@ -349,20 +371,21 @@ def _read(bound: EmbeddingBound, texts: Batch, size: int = 128) -> Tensor:
 
 
 def _loss(found: Tensor, everyone: Tensor, rows: Tensor, lesson: Relations, sharper: float, how: Relating) -> Tensor:
+    """Of every row's text."""
     if how.remembers:
-        return divergences(everyone, lesson.vectors, rows, how.temperature, sharper).mean()
+        return divergences(everyone, lesson.vectors, rows, how.temperature, sharper)
     wanted = lesson.vectors[rows.to(lesson.vectors.device)]
-    return divergences(found, wanted, torch.arange(len(rows)), how.temperature, sharper).mean()
+    return divergences(found, wanted, torch.arange(len(rows), device=found.device), how.temperature, sharper)
 
 
-def _contrast(everyone: Tensor, rows: Tensor, lesson: Relations, sharper: float, how: Relating) -> Tensor:
-    """Of the labelled texts of a step: how unlikely a search among all labelled texts finds those that belong."""
-    first = len(lesson) - lesson.labelled
-    places = rows[rows >= first] - first
-    right = lesson.right[places]
-    places, right = places[right.any(1)], right[right.any(1)].to(everyone.device)
-    if not len(places):
-        return everyone.new_zeros(())
+def _contrast(everyone: Tensor, rows: Tensor, once: Tensor, right: Tensor, sharper: float, how: Relating) -> Tensor:
+    """Of the labelled texts of a step: how unlikely a search among all labelled texts finds those that belong.
+
+    Texts without a label, or alone with theirs, have no say."""
+    first = len(everyone) - len(right)
+    places = (rows - first).clamp(min=0)
+    belong = right[places] & (once & (rows >= first))[:, None]
     texts = everyone[first:]
-    near = relations(sharper * texts[places.to(texts.device)] @ texts.T, places, how.contrast)
-    return -(near.masked_fill(~right, 0).sum(1) / right.sum(1)).mean()
+    near = relations(sharper * everyone[rows] @ texts.T, places, how.contrast)
+    found = -near.masked_fill(~belong, 0).sum(1) / belong.sum(1).clamp(min=1)
+    return found.sum() / belong.any(1).sum().clamp(min=1)

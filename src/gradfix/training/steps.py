@@ -1,12 +1,15 @@
 """The one training loop: steps of AdamW, the order of the examples, the rates, and the way back.
 
 Fine-tuning, few-shot fine-tuning and lessons from a teacher differ in their losses and in what they do between
-two steps; the steps themselves are these."""
+two steps; the steps themselves are these.
+
+Small models in small batches keep a card waiting for its launches. All steps of a lesson do the same to other rows of the
+same tensors, so they may be recorded once and played: rows and rate are written to where the recording reads them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -16,12 +19,16 @@ from torch import Tensor, nn
 from gradfix.checkpoints.slices import is_split, on_the_leader, split_like
 from gradfix.errors import GradfixError
 from gradfix.registry import Registry
+from gradfix.system import modules
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound
 from gradfix.vectors.taskvector import TaskVector
 
 Schedule = Callable[[float], float]
 SCHEDULES: Registry[Schedule] = Registry("schedule")
+Rows = tuple[Tensor, ...]
+LAUNCHED = 2  # steps before a recording: the optimizer's moments are there then
+WORTH = 8  # steps that must be left for a recording to pay
 
 
 @SCHEDULES.register("cosine")
@@ -194,3 +201,90 @@ def trainable_weights(bound: Bound) -> dict[str, nn.Parameter]:
 def change(model: nn.Module, before: Mapping[str, Tensor]) -> TaskVector:
     """What training changed, in the weights' own dtype."""
     return TaskVector({name: p.detach() - before[name] for name, p in model.named_parameters()})
+
+
+def take_steps(
+    training: Training,
+    rows: Sequence[Rows],
+    ordinary: Callable[..., Iterable[Tensor | Callable[[], Tensor]]],
+    of_one_shape: Callable[..., Tensor],
+) -> None:
+    """A step for each entry of `rows`, which says what it is about.
+
+    `ordinary(*rows)` gives the losses that `Training.step` takes. `of_one_shape(*rows)` is their sum, made so that shapes do not
+    change from step to step and the host reads no value: it may be recorded. Both may write to tensors that outlive a step."""
+    first = len(rows)
+    if len(rows) >= LAUNCHED + WORTH and can_replay(training):
+        first = LAUNCHED
+    for number in range(first):
+        training.step(number, ordinary(*rows[number]))
+    if first == len(rows):
+        return
+    played = _recorded(training, rows[first], of_one_shape)
+    if played is None:
+        for number in range(first, len(rows)):
+            training.step(number, ordinary(*rows[number]))
+    else:
+        played.run(first, rows[first:])
+
+
+def can_replay(training: Training) -> bool:
+    """Whether all that is trained lies on one card, in one process, and is stepped in its own precision."""
+    weights = list(training.parameters.values())
+    own = all(training.masters[name] is weight for name, weight in training.parameters.items())
+    return own and current().size == 1 and len({w.device for w in weights}) == 1 and _on_a_card(weights[0])
+
+
+def _on_a_card(weight: Tensor) -> bool:
+    return weight.device.type == "cuda" and not is_split(weight)
+
+
+def _recorded(training: Training, rows: Rows, of_one_shape: Callable[..., Tensor]) -> Played | None:
+    try:
+        device = next(iter(training.parameters.values())).device
+        own = tuple(row.to(device) for row in rows)
+        with torch.no_grad():
+            gains = modules.waits_for_launches(lambda: of_one_shape(*own))
+        return Played(training, own, of_one_shape) if gains else None
+    except Exception:  # whatever a model does that cannot be recorded, its steps can still be launched
+        training.optimizer.zero_grad(set_to_none=True)
+        return None
+
+
+class Played:
+    """A recorded step. It reads its rows and its rate where they are written before every play."""
+
+    def __init__(self, training: Training, rows: Rows, of_one_shape: Callable[..., Tensor]) -> None:
+        self.training, self.rows = training, tuple(row.clone() for row in rows)
+        device = self.rows[0].device
+        self.rate, self.loss = torch.zeros((), device=device), torch.zeros((), device=device)
+        optimizer = training.optimizer
+        for state in optimizer.state.values():
+            state["step"] = state["step"].to(device)
+        for settings in optimizer.param_groups:
+            settings |= {"capturable": device.type == "cuda", "lr": self.rate}
+
+        def once() -> None:
+            loss = of_one_shape(*self.rows)
+            self.loss.copy_(loss.detach())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        self.play = modules.capture(once)
+
+    def run(self, first: int, steps: Sequence[Rows]) -> None:
+        """Play the steps from number `first` on; the host looks at their losses once, at the end."""
+        device = self.loss.device
+        told = [torch.stack(column).to(device) for column in zip(*steps, strict=True)]
+        rates = torch.tensor([self.training.rate(first + place) for place in range(len(steps))], device=device)
+        losses = torch.zeros(len(steps), device=device)
+        for place in range(len(steps)):
+            for own, column in zip(self.rows, told, strict=True):
+                own.copy_(column[place])
+            self.rate.copy_(rates[place])
+            self.play()
+            losses[place].copy_(self.loss)
+        odd = (~torch.isfinite(losses)).nonzero().flatten().tolist()
+        if odd:
+            raise self.training.diverged(first + odd[0], float(losses[odd[0]]))

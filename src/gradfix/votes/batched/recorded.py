@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradfix.system import modules
 from gradfix.votes.engines.loop import NotFinite
 from gradfix.votes.engines.passes import Batch, Loss, leaves_of, losses_of, map_tensors, structure_of, tensors_of
 from gradfix.votes.tally import SpotCheck, Tally
@@ -228,18 +229,8 @@ def _first(votes: Tally) -> dict[str, Tensor]:
 
 
 def capture(once: Callable[[], None]) -> Callable[[], None]:
-    """Record what a function launches; the function itself runs on the host only, and computes nothing yet."""
-    graph = torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    try:
-        # Other threads (a loader that pins memory) go on meanwhile.
-        with _unnoticed(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            once()
-    except BaseException:
-        # A recording that breaks off leaves the generator waiting for its end.
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
-    return graph.replay
+    with _unnoticed():
+        return modules.capture(once)
 
 
 @contextmanager
