@@ -5,7 +5,7 @@ The whole model lies in this process. Batch size and engine affect speed, never 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.identity import probe_module, values_of
+from gradfix.checkpoints.identity import probe_module, values_later, values_of
 from gradfix.checkpoints.names import name_map
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
@@ -199,8 +199,9 @@ class InMemory(VoteRun[SignVotes]):
     def result(self, bad: list[Bad]) -> SignVotes:
         """The finished count under the model's names, tied to its weights."""
         refuse_nothing(self.tally)
+        glance = _glance(self.tally)
         about = _about(self.model)  # names are found while the device is still busy
-        _refuse_silence(self.tally)
+        _refuse_silence(self.tally, glance)
         told = [f"engine batched: {note}" for note in self.tally.told()]
         notes = (*(text for _, text in bad), *self.notes, *told, *_without_recomputation(self.model))
         return SignVotes(self.tally.votes(), self.tally.count, **about, notes=notes)
@@ -288,7 +289,7 @@ def collect_votes(
     if vote == "majority":
         return collect(InMemory(model, loss, batches, engine), partial, identity, progress)
     sums = collect(MeanInMemory(model, loss, batches), partial, identity, progress)
-    _refuse_silence(sums)
+    _refuse_silence(sums, _glance(sums))
     dtype = dtype_for(sums.count)
     votes = {name: (-g.sign()).to(dtype) * sums.count for name, g in sums.mean().items()}
     return SignVotes(votes, sums.count, rule="mean", **_about(model))
@@ -299,9 +300,13 @@ def collect_gradient(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> 
     return TaskVector(collect(MeanInMemory(model, loss, batches)).mean())
 
 
-def _refuse_silence(tally: Tally) -> None:
-    first = values_of([buffer.flatten()[:GLANCE] for _, buffer in tally.items()])
-    quiet = [(name, buffer) for (name, buffer), votes in zip(tally.items(), first) if not any(votes)]
+def _glance(tally: Tally) -> Callable[[], list[list[Any]]]:
+    """The first votes of every tensor, asked for while the device is still busy."""
+    return values_later([buffer.flatten()[:GLANCE] for _, buffer in tally.items()])
+
+
+def _refuse_silence(tally: Tally, glance: Callable[[], list[list[Any]]]) -> None:
+    quiet = [(name, buffer) for (name, buffer), votes in zip(tally.items(), glance()) if not any(votes)]
     spoken = values_of([buffer.any() for _, buffer in quiet])
     silent = [name for (name, _), spoke in zip(quiet, spoken) if spoke == [False]]
     if len(silent) == len(tally.parameters):

@@ -246,7 +246,7 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
 
 
 def _refuse_most(plan: PassPlan, tally: Tally) -> None:
-    if _share(plan.left_out, tally) > LOOP_SHARE:
+    if plan.left_out and _share(plan.left_out, tally) > LOOP_SHARE:
         raise NeedsLoop("most weights are used in ways the batched engine has no rule for")
 
 

@@ -34,7 +34,7 @@ ALLOWED_16 = 0.25
 NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64, torch.float32)}
 NOISE_16 = (0.01, 0.05)
 MEANINGLESS = 100  # among votes of two samples
-TOGETHER = 2**23  # entries whose signs are taken back at once: small tensors cost launches, not sums
+TOGETHER = 2**24  # entries whose signs are taken back at once: small tensors cost launches, not sums
 
 
 class NotFinite(Exception):
