@@ -2,7 +2,8 @@
 
 The batched engine votes on the first batch and counts its last sample once more; the loop takes these votes back, and what is
 left must be rounding. The losses of the batch as a whole must be those of half of it and of single samples, or its samples
-depend on each other. That is tried without a plan first; where it does not work out, a plan is made and the same asked of it
+depend on each other. That is tried without a plan first, and where a device computes while the host goes on, a few more batches
+are launched before the verdict is read; where it does not work out, a plan is made and the same asked of it
 with two samples and both halves. Where something is wrong still, the batch is voted on again by the loop. The choice and its reason go into the notes of the votes.
 What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
