@@ -7,7 +7,7 @@ well, once the target has streamed by."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,15 +60,30 @@ def probe_module(model: nn.Module, renamed: Mapping[str, str]) -> Probe:
 
 def values_of(tensors: Sequence[Tensor]) -> list[list[Any]]:
     """The values of many small tensors; each device is waited for once a dtype."""
-    out: list[list[Any]] = [[] for _ in tensors]
+    return values_later(tensors)()
+
+
+def values_later(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
+    """The same, but devices are only waited for when the values are asked for, and not for what they were given since."""
+    sent = list[tuple[list[int], Tensor]]()
     for kind in {(tensor.device, tensor.dtype) for tensor in tensors}:
         places = [place for place, tensor in enumerate(tensors) if (tensor.device, tensor.dtype) == kind]
-        flat = [tensors[place].flatten() for place in places]
-        values, start = torch.cat(flat).tolist(), 0
-        for place, part in zip(places, flat):
-            end = start + part.numel()
-            out[place], start = values[start:end], end
-    return out
+        flat = torch.cat([tensors[place].flatten() for place in places])
+        sent.append((places, flat.detach().to("cpu", non_blocking=True)))
+    sizes = [tensor.numel() for tensor in tensors]
+    arrived = [torch.cuda.current_stream(d).record_event() for d in {t.device for t in tensors} if d.type == "cuda"]
+
+    def read() -> list[list[Any]]:
+        for event in arrived:
+            event.synchronize()
+        out: list[list[Any]] = [[] for _ in sizes]
+        for places, flat in sent:
+            values, start = flat.tolist(), 0
+            for place in places:
+                out[place], start = values[start : start + sizes[place]], start + sizes[place]
+        return out
+
+    return read
 
 
 def check_probe(probe: Mapping[str, list[float]], target: Checkpoint) -> None:

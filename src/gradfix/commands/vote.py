@@ -30,9 +30,10 @@ from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.system.processes import Group, Step, in_processes, joined, launched, report, together
 from gradfix.tasks.base import Bound, Task
 from gradfix.vectors.signvotes import SignVotes, votes_to_disk
-from gradfix.votes.collect import collect, collect_votes
+from gradfix.votes.collect import collect_votes
 from gradfix.votes.engines.loop import Batches
 from gradfix.votes.resume import PartialVote, PartialVoteInStep
+from gradfix.votes.runs import collect
 
 ORIGIN = ("task", "shots", "seed", "select", "vote", "engine", "batch_size", "dtype", "pooling",
           "max_length")  # fmt: skip

@@ -20,9 +20,10 @@ from gradfix.training.costs import Work
 from gradfix.training.distil import answers
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.votes.collect import collect, collect_gradient, collect_votes
+from gradfix.votes.collect import collect_gradient, collect_votes
 from gradfix.votes.distributed.parallel import InParallel
 from gradfix.votes.engines.loop import Batches
+from gradfix.votes.runs import collect
 
 if TYPE_CHECKING:
     from gradfix.methods.trial import Trial

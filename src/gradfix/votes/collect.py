@@ -1,154 +1,50 @@
 """Collect votes: ask each labelled sample which way every weight should move.
 
-One loop, `collect`, takes every vote; a `VoteRun` tells it how a step is folded and how counts are brought together,
-for a model in one process, in several, split over them, or on disk. The model's weights, gradients and mode come
-back exactly as they were. Batch size and engine affect speed, never the result."""
+The whole model lies in this process. Batch size and engine affect speed, never the result."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.identity import probe_module, values_of
+from gradfix.checkpoints.identity import probe_module, values_later, values_of
 from gradfix.checkpoints.names import name_map
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.registry import Registry, unknown
-from gradfix.system.modules import left_as_it_was
 from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
-from gradfix.votes.batched import recorded
 from gradfix.votes.batched.engine import MIXED, batched, computed_in, differ
 from gradfix.votes.engines.auto import (
     ChosenEngine,
+    Hope,
     Parts,
     choose,
     ends,
     fold_checked,
     fold_hoped,
+    held_copy,
+    hope,
     remember,
     remembered,
 )  # fmt: skip
-from gradfix.votes.engines.loop import SILENT, Batches, Engine, NotFinite, backward, folding, loop
-from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, samples, take
+from gradfix.votes.engines.loop import SILENT, Engine, NotFinite, backward, folding, loop
+from gradfix.votes.engines.passes import Batch, Loss, samples
 from gradfix.votes.resume import Bad, PartialVote, VoteStep, vote_key
+from gradfix.votes.runs import Progress, VoteRun, collect, plain, refuse_nothing, uncompiled, voting_parameters
 from gradfix.votes.tally import Sums, Tally
 
 ENGINES: Registry[Engine] = Registry("engine")
 ENGINES.register("loop")(loop)
 ENGINES.register("batched")(batched)
 
-BAD_SAMPLE_SHARE = 0.01
 GLANCE = 32  # votes of a tensor that mostly tell that it has some
-
-Progress = Callable[[int], None]
-Result = TypeVar("Result")
-
-
-class VoteRun(Generic[Result]):
-    """One way to take a vote: which steps this process takes, how one is folded, and what becomes of the counts."""
-
-    def __init__(self, model: nn.Module, loss: Loss, batches: Iterable[Batch], tally: Tally) -> None:
-        self.model, self.loss, self.batches, self.tally = uncompiled(model), loss, batches, tally
-        self.where = batches.where if isinstance(batches, Batches) else None
-
-    def steps(self) -> Iterator[VoteStep]:
-        first = 0
-        for batch in self.batches:
-            yield VoteStep(first, batch)
-            first += batch_size(batch)
-
-    def fold(self, step: VoteStep) -> list[Bad]:
-        """Count the step's samples but for those without a finite loss."""
-        raise NotImplementedError
-
-    def result(self, bad: list[Bad]) -> Result:
-        """After the last step: what the vote gives, once it is known to mean something."""
-        raise NotImplementedError
-
-    def key(self, identity: str) -> str:
-        """What a partial vote must share with this one, besides the batches."""
-        raise NotImplementedError
-
-    def hooks(self) -> AbstractContextManager[Any]:
-        """What the model carries while votes are taken."""
-        return nullcontext()
-
-    def failing_together(self) -> AbstractContextManager[Any]:
-        """An error of one process is one of all, where there are several."""
-        return nullcontext()
-
-    def refuse_bad(self, bad: Sequence[Bad], step: VoteStep) -> None:
-        seen = step.first + batch_size(step.batch)
-        refuse_bad(bad, seen if self.where is None else len(self.where))
-
-    def name(self, number: int) -> str:
-        return f"sample {number}" if self.where is None else self.where[number]
-
-    def look(self, batch: Batch) -> Tensor:
-        """The losses of all samples."""
-        with torch.no_grad():
-            losses = losses_of(self.model, self.loss, batch)
-        size = batch_size(batch)
-        if losses.shape != (size,):
-            raise DataError(
-                f"loss(model, batch) must return one loss per sample, shape ({size},); got {tuple(losses.shape)}."
-            )
-        return losses
-
-    def finite(self, step: VoteStep, losses: Tensor | None = None) -> tuple[Batch | None, list[Bad]]:
-        """Leave out samples whose loss is NaN or Inf: the sign of NaN is 0, so they would vote in silence."""
-        losses = self.look(step.batch) if losses is None else losses
-        finite = torch.isfinite(losses)
-        if bool(finite.all()):
-            return step.batch, []
-        odd = [int(place) for place in (~finite).nonzero().flatten()]
-        bad = [(step.first + place, self.told(step.first + place, losses[place])) for place in odd]
-        kept = finite.nonzero().flatten().cpu()  # the loss may have moved the batch to its device
-        return (take(step.batch, kept) if kept.numel() else None), bad
-
-    def told(self, number: int, loss: Tensor) -> str:
-        return f"{self.name(number)}: loss is {float(loss)}"
-
-
-def collect(
-    run: VoteRun[Result], partial: PartialVote | None = None, identity: str = "", progress: Progress | None = None
-) -> Result:
-    """Take a vote: every step that `partial` does not hold yet is folded, and bad samples are left out.
-
-    `identity` names what the loss depends on besides model and batches."""
-    bad: list[Bad] = []
-    try:
-        with left_as_it_was(run.model), nothing_left_behind(run.model), run.hooks():
-            steps = run.steps()
-            if partial is not None:
-                steps = partial.remaining(run.tally, steps, run.key(identity), bad)
-            with run.failing_together():
-                for step in steps:
-                    bad += run.fold(step)
-                    run.refuse_bad(bad, step)
-                    if progress is not None:
-                        progress(batch_size(step.batch))
-    finally:
-        recorded.drop(run.model)
-    return run.result(bad)
-
-
-def refuse_bad(bad: Sequence[Bad], samples: int) -> None:
-    """A few bad samples are left out; more than one in a hundred means that something else is wrong.
-
-    Of all samples where their number is known, else of those seen so far."""
-    if len(bad) > BAD_SAMPLE_SHARE * samples:
-        raise DataError(
-            f"{len(bad)} of {samples} samples give a loss that is not finite, first {bad[0][1]}. "
-            "Repair or remove them, or compute in another --dtype."
-        )
 
 
 class InMemory(VoteRun[SignVotes]):
@@ -159,13 +55,14 @@ class InMemory(VoteRun[SignVotes]):
         self.asked, self.notes = engine, list[str]()
         self.engine: Engine | None = None if engine == "auto" else ENGINES[engine]
         self._first: _FirstBatch | None = None
+        self._hoped: _Hoped | None = None
 
     def key(self, identity: str) -> str:
         return vote_key(self.model, "majority", self.asked, identity)
 
     def steps(self) -> Iterator[VoteStep]:
         for step in super().steps():
-            if self.engine is None:  # on the first batch even when it is counted: a resumed vote keeps its engine
+            if self.engine is None and self._hoped is None:  # even when it is counted: a resumed vote keeps its engine
                 self._first = self.choose(step)
             yield step
             if self._first is not None:  # it was counted before
@@ -205,8 +102,67 @@ class InMemory(VoteRun[SignVotes]):
             self.engine(self.model, self.loss, good, self.tally)
         return bad
 
+    def ahead(self, steps: Iterable[VoteStep]) -> Iterator[tuple[VoteStep, list[Bad]]]:
+        """A first batch that is checked is settled when a few more are launched: a device has work in the meantime."""
+        turn = iter(steps)
+        while True:
+            try:
+                step = next(turn, None)
+            except Exception:
+                yield from self._settled()  # what is wrong with earlier batches comes first
+                raise
+            if step is not None and self._launched(step):
+                continue
+            yield from self._settled()
+            if step is None:
+                return
+            yield step, self.fold(step)
+
+    def _launched(self, step: VoteStep) -> bool:
+        """Whether the step is the first, or follows it, and was folded in hope."""
+        first, hoped = self._first, self._hoped
+        kept = None if first is None and hoped is None else held_copy(step.batch, self.tally)
+        if kept is None:
+            return False
+        if hoped is None:
+            assert first is not None
+            first.good, first.parts = kept, Parts(self.look, kept)
+            begun = hope(self.model, self.loss, kept, self.tally, first.parts)
+            if begun is None:
+                first.hopeless = True
+                return False
+            self._first, self._hoped = None, _Hoped(first, begun, [])
+        elif not hoped.hope.follow(kept):
+            return False
+        assert self._hoped is not None
+        self._hoped.steps.append(VoteStep(step.first, kept))
+        return True
+
+    def _settled(self) -> Iterator[tuple[VoteStep, list[Bad]]]:
+        """What was folded in hope counts now, or is folded in another way."""
+        if self._hoped is None:
+            return
+        first, begun, (step, *others) = self._hoped.first, self._hoped.hope, self._hoped.steps
+        self._hoped = None
+        first.choice = begun.settle()
+        counts = begun.counts
+        del begun
+        if first.choice is not None and first.choice.engine is not loop:
+            self.engine, self.notes = first.choice.engine, [first.choice.note]
+            self._settle(first)
+            yield step, [] if counts else self.fold(step)
+        else:
+            yield step, self._fold_chosen(first)
+        for step in others:
+            yield step, [] if counts else self.fold(step)
+
     def _fold_first(self, first: _FirstBatch) -> list[Bad]:
-        first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, first.parts)
+        if not first.hopeless:
+            first.choice = fold_hoped(self.model, self.loss, first.good, self.tally, first.parts)
+        return self._fold_chosen(first)
+
+    def _fold_chosen(self, first: _FirstBatch) -> list[Bad]:
+        """The first batch by the engine that is chosen; where none is, one is chosen by a plan."""
         if first.choice is not None:
             self.engine, self.notes = first.choice.engine, [first.choice.note]
         else:
@@ -243,8 +199,9 @@ class InMemory(VoteRun[SignVotes]):
     def result(self, bad: list[Bad]) -> SignVotes:
         """The finished count under the model's names, tied to its weights."""
         refuse_nothing(self.tally)
+        glance = _glance(self.tally)
         about = _about(self.model)  # names are found while the device is still busy
-        _refuse_silence(self.tally)
+        _refuse_silence(self.tally, glance)
         told = [f"engine batched: {note}" for note in self.tally.told()]
         notes = (*(text for _, text in bad), *self.notes, *told, *_without_recomputation(self.model))
         return SignVotes(self.tally.votes(), self.tally.count, **about, notes=notes)
@@ -262,6 +219,15 @@ class _FirstBatch:
     choice: ChosenEngine | None = None
     dtype: torch.dtype = torch.float32
     reason: str | None = None  # why the engine is not to be trusted
+    hopeless: bool = False  # it was tried without a plan
+
+
+class _Hoped(NamedTuple):
+    """The first batch and those that followed it, folded and not yet settled."""
+
+    first: _FirstBatch
+    hope: Hope
+    steps: list[VoteStep]
 
 
 class MeanInMemory(VoteRun[Sums]):
@@ -323,7 +289,7 @@ def collect_votes(
     if vote == "majority":
         return collect(InMemory(model, loss, batches, engine), partial, identity, progress)
     sums = collect(MeanInMemory(model, loss, batches), partial, identity, progress)
-    _refuse_silence(sums)
+    _refuse_silence(sums, _glance(sums))
     dtype = dtype_for(sums.count)
     votes = {name: (-g.sign()).to(dtype) * sums.count for name, g in sums.mean().items()}
     return SignVotes(votes, sums.count, rule="mean", **_about(model))
@@ -334,23 +300,13 @@ def collect_gradient(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> 
     return TaskVector(collect(MeanInMemory(model, loss, batches)).mean())
 
 
-def voting_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Each distinct trainable parameter once, under its canonical name; tied ones vote once."""
-    named = uncompiled(model).named_parameters()
-    found = {_plain(name): p for name, p in named if p.requires_grad and p.is_floating_point()}
-    if not found:
-        raise UnsafeResult(SILENT)
-    return found
+def _glance(tally: Tally) -> Callable[[], list[list[Any]]]:
+    """The first votes of every tensor, asked for while the device is still busy."""
+    return values_later([buffer.flatten()[:GLANCE] for _, buffer in tally.items()])
 
 
-def refuse_nothing(tally: Tally) -> None:
-    if tally.count == 0:
-        raise DataError("no samples to vote with; check the data and --shots.")
-
-
-def _refuse_silence(tally: Tally) -> None:
-    first = values_of([buffer.flatten()[:GLANCE] for _, buffer in tally.items()])
-    quiet = [(name, buffer) for (name, buffer), votes in zip(tally.items(), first) if not any(votes)]
+def _refuse_silence(tally: Tally, glance: Callable[[], list[list[Any]]]) -> None:
+    quiet = [(name, buffer) for (name, buffer), votes in zip(tally.items(), glance()) if not any(votes)]
     spoken = values_of([buffer.any() for _, buffer in quiet])
     silent = [name for (name, _), spoke in zip(quiet, spoken) if spoke == [False]]
     if len(silent) == len(tally.parameters):
@@ -373,17 +329,6 @@ def _refuse_infinite(sums: Sums) -> None:
         )
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """What a model was compiled from: it has the same weights, under their own names."""
-    own = getattr(model, "_orig_mod", None)
-    return own if isinstance(own, nn.Module) else model
-
-
-def _plain(name: str) -> str:
-    """A weight's name without those of compiled parts around it."""
-    return name.replace("_orig_mod.", "")
-
-
 def _without_recomputation(model: nn.Module) -> list[str]:
     """transformers recomputes activations in training mode alone; votes are taken in evaluation mode."""
     if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):
@@ -394,6 +339,6 @@ def _without_recomputation(model: nn.Module) -> list[str]:
 def _about(model: nn.Module) -> dict[str, Any]:
     """What votes remember of their model: names that differ on disk, and a few of its weights."""
     renamed = name_map(model).renamed
-    differing = {_plain(name): _plain(disk) for name, disk in renamed.items() if _plain(name) != _plain(disk)}
-    probe = {_plain(name): values for name, values in probe_module(model, renamed).items()}
+    differing = {plain(name): plain(disk) for name, disk in renamed.items() if plain(name) != plain(disk)}
+    probe = {plain(name): values for name, values in probe_module(model, renamed).items()}
     return {"disk_names": differing, "probe": probe}

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradfix.checkpoints.identity import values_later
 from gradfix.errors import DataError
 from gradfix.votes.batched.passplan import Key, NeedsLoop, Operation, PassPlan, PlanMismatch, leave_out, resolve
 from gradfix.votes.batched.recorded import (
@@ -166,15 +167,29 @@ def _run_again(known: Repeats, asked: BatchVote) -> None:
         _run(asked)
 
 
-def _run_proven(plan: PassPlan, asked: BatchVote) -> Tensor:
-    """A forward and backward that never waits for the device; gives whether all losses are finite."""
+def _run_proven(plan: PassPlan, asked: BatchVote, look: Callable[[Tensor], object] = lambda _: None) -> Tensor:
+    """A forward and backward that never waits for the device; gives whether all losses are finite, and lets `look` know in between."""
     with garbage_later():
         votes, losses = _trace(plan, asked)
         finite = torch.isfinite(losses).all()
+        look(finite)
         if reach(losses, asked.tally.parameters, votes.anchor).others:
             raise PlanMismatch("weights are used in another place")
         votes.backward(losses)
     return finite
+
+
+def run_alike(plan: PassPlan, asked: BatchVote, first: BatchVote) -> Callable[[], list[list[Any]]] | None:
+    """Fold a batch of the same kind as the first by the plan of that, without waiting; None for another kind.
+
+    Gives a function that waits, and tells whether all losses are finite; only then do the votes mean anything."""
+    if asked.count < 2 or _keys(asked)[0] != _keys(first)[0]:
+        return None
+    asked.tally.reserve(asked.count)
+    repeats_of(asked)
+    found = list[Callable[[], list[list[Any]]]]()
+    _run_proven(plan, asked, lambda finite: found.append(values_later([finite])))
+    return found[0]
 
 
 @contextmanager
@@ -231,7 +246,7 @@ def _forward(asked: BatchVote) -> tuple[VotingWatch, Tensor]:
 
 
 def _refuse_most(plan: PassPlan, tally: Tally) -> None:
-    if _share(plan.left_out, tally) > LOOP_SHARE:
+    if plan.left_out and _share(plan.left_out, tally) > LOOP_SHARE:
         raise NeedsLoop("most weights are used in ways the batched engine has no rule for")
 
 

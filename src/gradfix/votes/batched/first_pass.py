@@ -6,13 +6,12 @@ are tiny beside the others'; rows that anybody else reaches have not. A model th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradfix.checkpoints.identity import values_of
 from gradfix.votes.batched.engine import MIXED, differ, garbage_later, keep_plan, uncompiled
 from gradfix.votes.batched.layers import Call, Samples, rule_for
 from gradfix.votes.batched.passplan import PassPlan, Step
@@ -203,32 +202,48 @@ class LearningWatch(VotingWatch):
         self.heights.append((step, heights))
         super().fold_use(step, call, gradient)
 
-    def refuse_mixing(self, again: Tensor) -> None:
-        """`again` are losses of some samples in other company, in the order of `in_other_company`. Waits for the device."""
+    def questions(self, again: Tensor) -> list[Tensor]:
+        """What the device is to tell of the pass: whether its losses are odd, and of every use whether its rows are clear.
+
+        `again` are losses of some samples in other company, in the order of `in_other_company`."""
         odd = ~torch.isfinite(self.losses).all()
         mixed = differ(in_other_company(self.losses), again, self.plan.dtype)
-        told = torch.stack([odd, mixed]).tolist()
-        if any(told):
-            raise Unusual("losses are not finite") if told[0] else Mixed(MIXED)
+        return [torch.stack([odd, mixed]), *(self._clear(torch.stack(heights)) for _, heights in self._by_kind())]
 
-    def confirm(self, asked: BatchVote, heard: Mapping[str, float]) -> None:
-        """Keep the plan, if every use was seen with the rows at the ends as small as their losses. Waits for the device.
+    def refuse_mixing(self, told: Sequence[list[Any]]) -> None:
+        """By the answers to `questions`."""
+        odd, mixed = told[0]
+        if odd or mixed:
+            raise Unusual("losses are not finite") if odd else Mixed(MIXED)
+
+    def confirm(self, asked: BatchVote, told: Sequence[list[Any]], heard: Mapping[str, float]) -> None:
+        """Keep the plan, if every use was seen with the rows at the ends as small as their losses.
 
         `heard` tells how far the loop's gradients of the last sample reach: it must say something where others do."""
         if len(self.heights) != sum(step.role == "vote" for step in self.plan.steps):
             raise Unusual("some uses reach no loss")
-        kinds = {height.dtype for _, height in self.heights}
-        for kind in kinds:
-            chosen = [(step, height) for step, height in self.heights if height.dtype == kind]
-            steps = [step for step, _ in chosen]
-            for step in self._speaking(steps, torch.stack([height for _, height in chosen])):
-                if not any(heard.get(name) for name in step.votes):
+        for (steps, _), answers in zip(self._by_kind(), told[1:]):
+            for step, clear, speaks, loud in zip(steps, *(answers[turn::3] for turn in range(3))):
+                if not clear or not (speaks or step.layout == _USUAL):
+                    raise Unusual(
+                        f"samples do not lie first in {step.key}, or gradients are too small or large to tell"
+                    )
+                if loud and not any(heard.get(name) for name in step.votes):
                     raise Unusual(f"the sample that was compared says nothing in {step.key}")
         self.plan.proven = True
         keep_plan(asked, self.plan)
 
-    def _speaking(self, steps: list[Step], heights: Tensor) -> list[Step]:
-        """The steps that some sample in between reaches by more than rounding, once all are clear."""
+    def _by_kind(self) -> list[tuple[list[Step], list[Tensor]]]:
+        """Uses and their heights, those of a dtype together."""
+        kinds: dict[torch.dtype, tuple[list[Step], list[Tensor]]] = {}
+        for step, height in self.heights:
+            steps, heights = kinds.setdefault(height.dtype, ([], []))
+            steps.append(step)
+            heights.append(height)
+        return list(kinds.values())
+
+    def _clear(self, heights: Tensor) -> Tensor:
+        """Of every use: its rows are clear, some sample in between reaches it, and that by more than rounding."""
         exponent = _SCALES[self.plan.dtype]
         others = heights[:, 1:-1].amax(1)
         small = heights[:, 0] <= others * 2.0 ** (-0.5 * exponent)
@@ -236,11 +251,7 @@ class LearningWatch(VotingWatch):
         # Gradients that one sample alone would lose at the end of the range, or many at the other, have other votes when scaled.
         inside = (others == 0) | ((others >= 16.0) & (others <= 2.0 ** (3 * exponent)))
         rounding = min(0.01, 1e3 * torch.finfo(self.plan.dtype).eps)
-        found = values_of([small & smaller & inside, others > 0, others > rounding * others.max()])
-        for step, clear, speaks, _ in zip(steps, *found):
-            if not clear or not (speaks or step.layout == _USUAL):
-                raise Unusual(f"samples do not lie first in {step.key}, or gradients are too small or large to tell")
-        return [step for step, loud in zip(steps, found[2]) if loud]
+        return torch.stack([small & smaller & inside, others > 0, others > rounding * others.max()], 1)
 
 
 def in_other_company(losses: Tensor) -> Tensor:

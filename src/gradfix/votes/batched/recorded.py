@@ -26,7 +26,7 @@ IDLE_SHARE = 0.3  # of a pass: a device that is done this soon after the last la
 # Votes of another batch differ by more than they are large; reordered sums change a few of them.
 ALLOWED_CHANGE = 0.25
 COMPARED = 16384  # votes of each weight, enough to tell
-_PLAIN = (int, float, bool, str, type(None))
+PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def repeats_of(asked: BatchVote) -> Repeats | None:
         return None
     tensors = asked.tensors()
     others = [leaf for leaf in leaves_of(asked.batch) if not isinstance(leaf, Tensor)]
-    if not all(isinstance(leaf, _PLAIN) for leaf in others):
+    if not all(isinstance(leaf, PLAIN) for leaf in others):
         return None
     key = (
         asked.loss,
@@ -188,7 +188,7 @@ def watch_pass(known: Repeats, asked: BatchVote, run: Callable[[BatchVote], None
         known.refuse("the device is busy all the time")
     else:
         votes = {name: part.clone() for name, part in _first(trial.tally).items()}
-        known.seconds, known.example = end - start, Example(map_tensors(_copy, asked.batch), votes)
+        known.seconds, known.example = end - start, Example(map_tensors(copy_of, asked.batch), votes)
 
 
 def record_pass(known: Repeats, asked: BatchVote, run: Callable[[BatchVote], Tensor]) -> None:
@@ -220,7 +220,7 @@ def _recorded(asked: BatchVote, run: Callable[[BatchVote], Tensor]) -> Recording
     return Recording(inputs, asked.tally, finite, capture(once))
 
 
-def _copy(leaf: Tensor) -> Tensor:
+def copy_of(leaf: Tensor) -> Tensor:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 

@@ -10,6 +10,7 @@ alone, say. The class token at each text's end does not: it is picked from its o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -255,7 +256,7 @@ class Reach:
 
 def behind(losses: Tensor) -> set[Any]:
     """All graph nodes that the losses depend on."""
-    return set(_nodes(losses))
+    return {node for node, _ in _walk(losses)}
 
 
 def reach(
@@ -265,10 +266,10 @@ def reach(
     names = {id(p): name for name, p in parameters.items()}
     found: set[str] = set()
     hidden = others = picks = False
-    for node in _nodes(losses):
+    for node, following in _walk(losses):
         if in_place is not None and not picks:
             picks = _picks(node) and node not in in_place
-        if not node.next_functions:
+        if not following:
             variable = getattr(node, "variable", anchor)
             if id(variable) in names:
                 found.add(names[id(variable)])
@@ -294,13 +295,13 @@ def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
     """Graph nodes behind which rows are picked by an index, other than by nodes that leave them `in_place`.
 
     Two batches of one shape may then differ in whose row is whose, so the layout must be found anew."""
-    nodes = list(_nodes(losses))
+    nodes = list(_walk(losses))
     parents: dict[Any, list[Any]] = {}
-    for node in nodes:
-        for child, _ in node.next_functions:
+    for node, following in nodes:
+        for child, _ in following:
             parents.setdefault(child, []).append(node)
     found: set[Any] = set()
-    waiting = [node for node in nodes if _picks(node) and node not in in_place]
+    waiting = [node for node, _ in nodes if _picks(node) and node not in in_place]
     while waiting:
         for parent in parents.get(waiting.pop(), ()):
             if parent not in found:
@@ -310,16 +311,23 @@ def picked_rows(losses: Tensor, in_place: Collection[Any]) -> set[Any]:
 
 
 def _picks(node: Any) -> bool:
-    name = node.name()
+    return _is_picking(node.name())
+
+
+@functools.cache
+def _is_picking(name: str) -> bool:
     return any(word in name for word in _PICKING)
 
 
-def _nodes(losses: Tensor) -> Iterator[Any]:
-    seen, waiting = set(), [losses.grad_fn]
+def _walk(losses: Tensor) -> Iterator[tuple[Any, Any]]:
+    """Every graph node once, with those it hands gradients to. Every pass comes by here while a device may wait."""
+    seen: set[Any] = {None, losses.grad_fn}
+    waiting: list[Any] = [losses.grad_fn] if losses.grad_fn is not None else []
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(child for child, _ in node.next_functions)
+        following = node.next_functions
+        yield node, following
+        for child, _ in following:
+            if child not in seen:
+                seen.add(child)
+                waiting.append(child)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from gradfix.errors import UnsafeResult
 from gradfix.vectors.signvotes import SignVotes
-from gradfix.votes.collect import VoteRun, refuse_nothing
 from gradfix.votes.distributed.offload import canonical_names, hooked, own_weights, recomputed
 from gradfix.votes.engines.loop import backward
 from gradfix.votes.engines.passes import Batch, Loss, samples
 from gradfix.votes.resume import Bad, VoteStep, weights_key
+from gradfix.votes.runs import VoteRun, refuse_nothing
 from gradfix.votes.tally import Tally
 
 

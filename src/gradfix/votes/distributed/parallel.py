@@ -15,10 +15,11 @@ from torch import nn
 
 from gradfix.system.processes import Group, together
 from gradfix.vectors.signvotes import SignVotes, dtype_for
-from gradfix.votes.collect import InMemory, refuse_bad
+from gradfix.votes.collect import InMemory
 from gradfix.votes.engines.loop import Batches, loop
 from gradfix.votes.engines.passes import Loss, take
 from gradfix.votes.resume import Bad, VoteStep
+from gradfix.votes.runs import refuse_bad
 from gradfix.votes.tally import Tally
 
 

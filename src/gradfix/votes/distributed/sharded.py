@@ -29,12 +29,12 @@ from gradfix.checkpoints.write import seal, staged_folder
 from gradfix.errors import OutputError, UnsafeResult
 from gradfix.system.processes import Group, together
 from gradfix.vectors.signvotes import dtype_for
-from gradfix.votes.collect import VoteRun, refuse_bad, refuse_nothing, voting_parameters
 from gradfix.votes.distributed.build import Sharded, SignReduceScatter, refuse_untied
 from gradfix.votes.distributed.parallel import gathered
 from gradfix.votes.engines.loop import Batches, folding
 from gradfix.votes.engines.passes import Loss, losses_of, one_sample, take
 from gradfix.votes.resume import Bad, VoteStep, local, vote_key
+from gradfix.votes.runs import VoteRun, refuse_bad, refuse_nothing, voting_parameters
 from gradfix.votes.tally import Tally
 
 IN_PIECES = "its gradient came in pieces: a layer that is used more than once, or reentrant checkpointing."

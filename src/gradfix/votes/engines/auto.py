@@ -2,43 +2,46 @@
 
 The batched engine votes on the first batch and counts its last sample once more; the loop takes these votes back, and what is
 left must be rounding. The losses of the batch as a whole must be those of half of it and of single samples, or its samples
-depend on each other. That is tried without a plan first; where it does not work out, a plan is made and the same asked of it
+depend on each other. That is tried without a plan first, and where a device computes while the host goes on, a few more batches
+are launched before the verdict is read; where it does not work out, a plan is made and the same asked of it
 with two samples and both halves. Where something is wrong still, the batch is voted on again by the loop. The choice and its reason go into the notes of the votes.
 What was found out holds for later calls with the same model, loss and kind of batch, as long as the plan does."""
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import MethodType
+from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
 
-from gradfix.checkpoints.identity import values_of
+from gradfix.checkpoints.identity import values_later, values_of
 from gradfix.errors import DataError
 from gradfix.system.modules import device_room
-from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
+from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare, run_alike
 from gradfix.votes.batched.first_pass import LEAST_SAMPLES, Mixed, learn, turns
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
-from gradfix.votes.batched.recorded import BatchVote
-from gradfix.votes.engines.loop import Engine, backward, folding, loop
-from gradfix.votes.engines.passes import Batch, Loss, batch_size, every_second, map_tensors, samples, take
+from gradfix.votes.batched.recorded import PLAIN, BatchVote, copy_of
+from gradfix.votes.engines.loop import CHECKED_SAMPLES, Engine, LoopCheck, forward, loop
+from gradfix.votes.engines.passes import (
+    Batch,
+    Loss,
+    batch_size,
+    every_second,
+    leaves_of,
+    map_tensors,
+    one_sample,
+    samples,
+    take,
+)
 from gradfix.votes.tally import SpotCheck, Tally
 
-CHECKED_SAMPLES = 2  # of a plan
+FOLLOWING = 3  # batches that are launched before the first is settled; the check comes before the last two of them
 MEMORY_SHARE = 0.8
-# Share of a tensor's votes by two samples that rounding may change; a wrong rule flips about half of the signs.
-ALLOWED = {torch.float64: 0.001, torch.float32: 0.02}
-ALLOWED_16 = 0.25
-# Gradients this small, of the largest of all weights and of their own tensor, are rounding.
-NOISE = {dtype: (1e3 * torch.finfo(dtype).eps,) * 2 for dtype in (torch.float64, torch.float32)}
-NOISE_16 = (0.01, 0.05)
-MEANINGLESS = 100  # among votes of two samples
-TOGETHER = 2**23  # entries whose signs are taken back at once: small tensors cost launches, not sums
 AGREES = "engine batched: agrees with the loop on the first batch."
 
 
@@ -108,30 +111,112 @@ def fold_hoped(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, parts: 
     """Fold the first batch of a tally without a plan, and give the engine if all that is asked of it holds.
 
     Else nothing is folded, whatever the reason was: a plan tells more. The device is waited for at the end alone."""
-    size, held = batch_size(batch), _allocated(tally)
+    hoped = hope(model, loss, batch, tally, parts)
+    return None if hoped is None else hoped.settle()
+
+
+def hope(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, parts: Parts) -> Hope | None:
+    """Launch the first batch of a tally; None, and nothing is folded, where that does not go well."""
+    size = batch_size(batch)
     if size < LEAST_SAMPLES or tally.count:
         return None
-    trial = _trial(tally, 1)
-    asked = BatchVote(model, loss, batch, tally, size, spot=SpotCheck(trial, (size - 1,)))
     try:
-        again = [parts.turn(start) for start in turns(size)]
-        learned = learn(asked)
-        bytes_per_sample = (_peak(tally) - held) / size
-        again.append(parts.look(take(batch, slice(0, 1))))
-        compared = LoopCheck(trial, learned.plan.dtype)
-        again += compared.launch(model, loss, take(batch, slice(size - 1, size)))
-        learned.refuse_mixing(torch.cat(again))
-        if not compared.disagreements():
-            learned.confirm(asked, compared.heights)
-            return _trusted(bytes_per_sample, size, tally)
-    except Mixed as reason:
-        warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
-        tally.clear()
-        return ChosenEngine(loop, f"engine loop: {reason}.")
+        return Hope(BatchVote(model, loss, batch, tally, size), parts)
     except Exception:  # what a model or its data do wrong is found again, and told
-        pass
-    tally.clear()
-    return None
+        tally.clear()
+        return None
+
+
+class Hope:
+    """The first batch, folded without a plan, and a few that followed it: nothing of it counts until it is settled.
+
+    Launching a check takes the host as long as a pass takes a device. So batches are launched before it, in its middle and
+    after it, and the device has work in the meantime; it is waited for by `settle` alone, and there for the check, not for the last batch."""
+
+    def __init__(self, asked: BatchVote, parts: Parts) -> None:
+        size, tally, held = asked.count, asked.tally, _allocated(asked.tally)
+        self.parts, self.again = parts, [parts.turn(start) for start in turns(size)]
+        trial = _trial(tally, 1)
+        self.asked = replace(asked, spot=SpotCheck(trial, (size - 1,)))
+        self.learned = learn(self.asked)
+        self.choice = _trusted((_peak(tally) - held) / size, size, tally)
+        self.compared = LoopCheck(trial, self.learned.plan.dtype)
+        self.finite: list[Callable[[], list[list[Any]]]] = []  # of those that followed
+        self.steps = [self._look, self._ask]  # of the check, that are still to come
+        self.lone: list[Tensor] = []  # the losses of single samples, with a graph behind the last
+        self.told: Callable[[], list[list[Any]]] = list
+        self.counts = True  # what was folded, as far as is known
+
+    def follow(self, batch: Batch) -> bool:
+        """Launch one more batch; False where it has to wait.
+
+        What goes wrong on the way goes wrong again, or not, when all are folded anew."""
+        if not self.counts or len(self.finite) == FOLLOWING or self.choice.engine is not batched:
+            return False
+        try:
+            if len(self.finite) >= FOLLOWING - len(self.steps):
+                self.steps.pop(0)()
+            asked = replace(self.asked, batch=batch, count=batch_size(batch), spot=None)
+            finite = run_alike(self.learned.plan, asked, self.asked)
+            if finite is None:
+                return False
+            self.finite.append(finite)
+        except Exception:
+            self.counts = False
+        return True
+
+    def settle(self) -> ChosenEngine | None:
+        """The engine, if all that is asked of it holds. Unless what was folded `counts` then, it is gone."""
+        found = self._verdict()
+        self.counts = self.counts and found is self.choice and all(finite() == [[True]] for finite in self.finite)
+        if not self.counts:
+            self.asked.tally.clear()
+        return found
+
+    def _look(self) -> None:
+        """The forward passes of the check, in which some models wait for the device: the first and the last sample alone."""
+        first, last = (take(self.asked.batch, slice(row, row + 1)) for row in (0, self.asked.count - 1))
+        self.lone = [self.parts.look(first)]
+        with one_sample(self.asked.model):
+            self.lone.append(forward(self.asked.loss, self.asked.model, last))
+
+    def _ask(self) -> None:
+        """The last sample's votes by the loop, and all that the device is to tell."""
+        with one_sample(self.asked.model):
+            self.compared.take_back(self.lone[-1])
+        self.lone[-1] = self.lone[-1].detach()[None]
+        again = torch.cat([*self.again, *self.lone])
+        self.told = values_later([*self.compared.questions(), *self.learned.questions(again)])
+
+    def _verdict(self) -> ChosenEngine | None:
+        try:
+            while self.steps:
+                self.steps.pop(0)()
+            told, own = self.told(), len(self.compared.found) + len(self.compared.left)
+            self.learned.refuse_mixing(told[own:])
+            if not self.compared.disagreements(told[:own]):
+                self.learned.confirm(self.asked, told[own:], self.compared.heights)
+                return self.choice
+        except Mixed as reason:
+            warnings.warn(f"{reason}; samples are voted on one at a time.", stacklevel=2)
+            return ChosenEngine(loop, f"engine loop: {reason}.")
+        except Exception:  # as above
+            pass
+        return None
+
+
+def held_copy(batch: Batch, tally: Tally) -> Batch | None:
+    """The batch as it is now, to be voted on again whatever its owner does to it; None where nothing is won by that."""
+    leaves = leaves_of(batch)
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} | {tally.device}
+    if not all(map(works_alongside, devices)) or not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+        return None
+    return map_tensors(copy_of, batch)
+
+
+def works_alongside(device: torch.device) -> bool:
+    """Whether a device computes while the host goes on."""
+    return device.type == "cuda"
 
 
 def _trial(tally: Tally, samples: int = CHECKED_SAMPLES) -> Tally:
@@ -166,8 +251,10 @@ def _failed(error: Exception) -> str:
 
 def _disagreement(model: nn.Module, loss: Loss, few: Batch, trial: Tally) -> str | None:
     compared = LoopCheck(trial, computed_in(model, loss, few, trial))
-    compared.launch(model, loss, few)
-    wrong = compared.disagreements()
+    with one_sample(model):
+        for sample in samples(few):
+            compared.take_back(forward(loss, model, sample))
+    wrong = compared.disagreements(values_of(compared.questions()))
     if not wrong:
         return None
     name, share = max(wrong.items(), key=lambda item: item[1])
@@ -191,107 +278,6 @@ def remembered(model: nn.Module, loss: Loss, batch: Batch, tally: Tally) -> Chos
         return None
     needed = plan.trust.bytes_per_sample
     return _trusted(needed, size, tally)
-
-
-class LoopCheck:
-    """Whether the loop can take back a trial's votes, up to what rounding in a dtype explains. Many tensors at a time.
-
-    Entries whose gradient is zero but for rounding have signs that mean nothing, and are left out: key biases, also
-    where they are a third of a packed bias, and all that attention over one token leaves to queries and keys."""
-
-    def __init__(self, trial: Tally, dtype: torch.dtype) -> None:
-        self.trial = trial
-        self.of_all, self.noise = NOISE.get(dtype, NOISE_16)
-        self.allowed = ALLOWED.get(dtype, ALLOWED_16) * trial.count / CHECKED_SAMPLES
-        self.heights: dict[str, float] = {}  # of every tensor, the largest gradient in any sample
-        self.waiting: list[tuple[str, Tensor]] = []
-        self.entries = 0
-        self.found: list[tuple[list[str], Tensor]] = []
-
-    def launch(self, model: nn.Module, loss: Loss, batch: Batch) -> list[Tensor]:
-        """Take back the votes of these samples, one after the other; gives their losses. The device is not waited for."""
-        losses = []
-        with folding(self.trial.parameters, self.add):
-            for sample in samples(batch):
-                losses.append(backward(loss, model, sample)[None])
-                self.flush()
-        return losses
-
-    def disagreements(self) -> dict[str, float]:
-        """Tensors with votes that are left, and the share of these. Waits for the device."""
-        counts, wrong = self._told(), dict[str, float]()
-        scale = max(self.heights.values(), default=0.0)
-        for name, (left, untold) in counts.items():
-            if self.heights.get(name, scale) <= self.of_all * scale:
-                continue
-            count = self.trial[name].numel() - untold
-            share = (left - untold) / max(count, 1)
-            # One flipped sign of a tiny tensor is no verdict.
-            if share > max(self.allowed, 2 / max(count, 1)):
-                wrong[name] = share
-        return wrong
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        dense = gradient.to_dense() if gradient.is_sparse else gradient
-        if self.waiting and self.waiting[0][1].device != dense.device:
-            self.flush()
-        if dense.numel():
-            self.waiting.append((name, dense))
-            self.entries += dense.numel()
-        if self.entries >= TOGETHER:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self.waiting:
-            return
-        names, gradients = [name for name, _ in self.waiting], [dense.reshape(-1) for _, dense in self.waiting]
-        self.waiting, self.entries = [], 0
-        flat, sizes = torch.cat(gradients), [len(gradient) for gradient in gradients]
-        highest = (
-            torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
-        )
-        bounds = torch.where(highest > 0, self.noise * highest, -1)  # silence is no rounding
-        small = torch.cat([bound.expand(size) for bound, size in zip(bounds.unbind(), sizes)])
-        own = [self.trial[name].view(-1) for name in names]
-        votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
-        torch._foreach_copy_(own, list(votes.split(sizes)))
-        self.found.append((names, highest))
-
-    def _told(self) -> dict[str, tuple[int, int]]:
-        """Of every tensor the votes left, and how many of them mean nothing.
-
-        The device is waited for here and nowhere before, so that it works off the batch while samples are launched."""
-        left = list(_left(self.trial))
-        highest, counts = (values_of([values for _, values in found]) for found in (self.found, left))
-        for (names, _), heights in zip(self.found, highest):
-            for name, height in zip(names, heights):
-                self.heights[name] = max(self.heights.get(name, height), height)
-        pairs = {n: pair for (names, _), told in zip(left, counts) for n, *pair in zip(names, told[::2], told[1::2])}
-        return {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
-
-
-def _left(trial: Tally) -> Iterator[tuple[list[str], Tensor]]:
-    """Per tensor, the votes that were not taken back, and how many of them mean nothing."""
-    for names in _together(trial):
-        votes = [trial[name].view(-1) for name in names]
-        flat, sizes = torch.cat(votes), [len(own) for own in votes]
-        kinds = (flat != 0, flat >= MEANINGLESS // 2)
-        sums = [torch.stack(torch._foreach_norm(kind.float().split(sizes), 1)) for kind in kinds]  # in a few launches
-        yield names, torch.stack(sums, 1)
-
-
-def _together(trial: Tally) -> Iterator[list[str]]:
-    """Names of tensors on one device that are looked at at once."""
-    some, entries = list[str](), 0
-    for name, votes in trial.items():
-        if some and (entries + votes.numel() > TOGETHER or votes.device != trial[some[0]].device):
-            yield some
-            some, entries = [], 0
-        if votes.numel():
-            some.append(name)
-            entries += votes.numel()
-    if some:
-        yield some
 
 
 def _in_parts(bytes_per_sample: float, samples: int, tally: Tally) -> Engine:
