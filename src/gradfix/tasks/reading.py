@@ -184,9 +184,21 @@ class AnswerBound(Bound):
         """The question as far as it fits beside an answer of `wanted` tokens, and the tokens left for the answer."""
         raise NotImplementedError
 
+    @property
+    def most(self) -> int:
+        """How many tokens an answer may have, what closes it included."""
+        return UNLIMITED
+
+    def beside(self, question: Tokens, answer: Tokens) -> list[int]:
+        """The question as far as it fits beside this very answer."""
+        return self.room(question, 1)[0]
+
     def stops(self, closing: Tokens) -> list[int]:
-        """Tokens that end an answer: the first special one of the template's closing, and those the model names."""
-        special = set(self.tokenizer.all_special_ids)
+        """Tokens that end an answer: the first special one of the template's closing, and those the model names.
+
+        A tokenizer may hold a special token that it has no name for, as Llama 3 does with the one that ends a turn."""
+        special = {*self.tokenizer.all_special_ids}
+        special |= {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         listed = named if isinstance(named, list) else [named]
         first = [token for token in closing if token in special][:1]
