@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradfix.cli import run
+from gradfix.methods.verdicts import judge
 from gradfix.system.modules import restored
 from gradfix.tasks import TASKS
 from gradfix.tasks.phrases import spoken
@@ -158,3 +159,33 @@ def test_too_few_open_answers_are_not_laid_to_a_label(
              folder / "data", "--task", task, "--shots", 99, "--out", tmp_path / "out", "--quiet"]  # fmt: skip
     assert run([str(word) for word in words]) == 5
     assert "there are 12 examples, 99 were asked for" in capsys.readouterr().err
+
+
+def spoken_row(method: str, losses: list[float], test_loss: float, **more: Any) -> dict[str, Any]:
+    score = 100 / (1 + sum(losses) / len(losses))
+    return {
+        "method": method, "shots": 8, "seed": 0, "pair": None, "accuracy": 0.0, "measure": "exact match", "gain": "loss",
+        "test_loss": test_loss, "validation_accuracy": 0.0, "validation_score": score, "held_right": "100",
+        "held_losses": losses, "regime": "few_shot", "alpha": 1.0, "seconds": 1.0, "recovered": None, **more,
+    }  # fmt: skip
+
+
+def test_the_verdict_on_open_answers_goes_by_their_loss() -> None:
+    """No answer is right to the letter, and yet the methods are told apart."""
+    rows = [
+        spoken_row("zero_shot", [5.0, 6.0, 5.5, 5.2], 5.4, alpha=0.0),
+        spoken_row("few_shot_lora", [1.0, 1.1, 0.9, 1.2], 1.05),
+        spoken_row("best", [2.0, 2.2, 1.9, 2.1], 2.05),
+    ]
+    found = judge(rows)
+    assert found["method"] == "few_shot_lora" and not found["tie"] and found["loss"] == 1.05
+    assert "test loss per token 1.050 (5.400 as the target is)" in found["text"]
+    assert "-1.000 in loss per token" in found["text"] and "exact match" not in found["text"]
+    rows[2] |= {"held_losses": [0.2, 2.1, 0.4, 1.6], "validation_score": 100 / 2.075}
+    tied = judge(rows)
+    assert tied["method"] == "best" and tied["tied"] == [
+        "few_shot_lora"
+    ]  # four answers cannot tell, and best is favoured
+    assert "On test the loss of few_shot_lora was 1.000 lower" in tied["text"]
+    refused = judge([*rows[::2], spoken_row("naive", [0.1, 0.2, 0.1, 0.2], 7.0)])
+    assert refused["refused"] == "naive" and "1.600 more loss than the target" in refused["text"]

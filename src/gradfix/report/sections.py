@@ -81,11 +81,15 @@ def figures(verdict: Entry, changed: Sequence[Entry] = ()) -> list[tuple[str, st
         for entry in changed:
             found.append(("answers repaired, broken", f"{entry['counts']['repaired']}, {entry['counts']['broken']}"))
         return [*found, ("time", seconds(verdict["cost_seconds"]))]
-    if verdict["accuracy"] is not None:
+    if verdict.get("loss") is not None:
+        found.append(("test loss per token", f"{verdict['loss']:.3f}"))
+        if verdict.get("loss_before") is not None:
+            found.append(("loss of the target as it is", f"{verdict['loss_before']:.3f}"))
+    elif verdict["accuracy"] is not None:
         found.append((f"test {measure_of(verdict)}", f"{verdict['accuracy']:.1f}%"))
     elif verdict.get("held_out") is not None:
         found.append((f"held-out {measure_of(verdict)}, not checked on test", f"{verdict['held_out']:.1f}%"))
-    if verdict["over_zero_shot"] is not None:
+    if verdict["over_zero_shot"] is not None and "loss" not in verdict:
         found.append(("over the target as it is", f"{verdict['over_zero_shot']:+.1f}"))
     if verdict["recovered"] is not None:
         found.append(("of the fine-tuning gain", f"{100 * verdict['recovered']:.0f}%"))
