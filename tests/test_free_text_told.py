@@ -105,7 +105,11 @@ def test_a_special_token_without_a_name_ends_an_answer(tmp_path: Path) -> None:
     end = bound.tokenizer.convert_tokens_to_ids("<|eot|>")
     assert end not in bound.tokenizer.all_special_ids
     posed = bound.posed({"messages": [{"role": "user", "content": "good film"}]})
-    assert bound.stops(posed.closing)[0] == end
+    assert not bound.cuts() and bound.stops(posed.closing)[0] == end
+    assert f"'<|eot|>' ({end})" in bound.cuts()[0] and "generation_config.json" in bound.cuts()[0]
+    bound = TASKS["causal"]().open(tmp_path)
+    bound.stops(bound.posed({"messages": [{"role": "user", "content": "good film"}]}).closing)
+    assert not bound.cuts()  # its template ends a turn as the model does
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ Unit = dict[str, Any]
 ANSWERS = "answers"  # the regime of a budget of no labels
 ROW = (
     *("method", "accuracy", "alpha", "margin", "seconds", "validation_accuracy", "validation_score", "test_loss"),
-    *("slope", "kept", "flops", "notes", "held_right", "held_losses"),
+    *("slope", "kept", "flops", "notes", "held_right"),
 )
 
 
@@ -310,6 +310,7 @@ class _Run:
         return {
             **{"pair": pair, "task": Path(self.opened.dataset.source).name, "shots": shots, "seed": seed},
             **{name: unit[name] for name in ROW},
+            "held_losses": unit.get("held_losses", []),  # work of an older version has none
             **{name: unit[name][here] for name in ("loss_before", "loss_after")},
             **{"recovered": None, "regime": self._regime(shots), "test_samples": len(self.opened.splits.test)},
             "measure": self.trial.bound.measure,
