@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from gradfix.errors import CorruptInput, UsageError
+from gradfix.methods.leads import lead, packed, unpacked
 from gradfix.methods.results import Results, recovered
 from gradfix.methods.search import Score, of_the_choice
-from gradfix.methods.verdicts import judge, lead, packed, unpacked
+from gradfix.methods.verdicts import judge
 
 
 def row(method: str, accuracy: float, validation: float, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -65,7 +65,9 @@ def _transport(config: configs.TransportConfig, out: Printer) -> None:
     if result.fewshot_loss_before is not None and result.fewshot_loss_after is not None:
         rows.append(("few-shot loss", f"{result.fewshot_loss_before:.4f} -> {result.fewshot_loss_after:.4f}"))
     before, after = result.test_before, result.test_after
-    if result.had is not None:
+    if result.figures is not None:
+        rows += _spoken_rows(result)
+    elif result.had is not None:
         rows.append(
             ("what you had", f"{result.had['accuracy']:.2f} (test {result.measure}, the old fine-tune on its base)")
         )
@@ -75,6 +77,25 @@ def _transport(config: configs.TransportConfig, out: Printer) -> None:
     out.table("transport" + (" (dry run)" if config.dry_run else ""), ("", ""), rows)
     out.notes(result.notes)
     out.say(f"{'would write' if config.dry_run else 'wrote'} {result.out}")
+
+
+def _spoken_rows(result: Any) -> list[tuple[str, str]]:
+    """Figures of open answers, before and after: the loss per token first, and what was forgotten."""
+    way, rows = result.of_what_you_had, []
+    if result.had is not None:
+        rows.append(("what you had", f"{result.had['loss']:.3f} (test loss per token, the old fine-tune on its base)"))
+    if result.test_before and result.test_after:
+        gone = "" if way is None else f" ({way:.0%} of the way to what you had)"
+        rows.append(
+            ("test loss per token", f"{result.test_before['loss']:.3f} -> {result.test_after['loss']:.3f}{gone}")
+        )
+    before, after = result.figures["before"], result.figures["after"]
+    named = {
+        "token_f1": "test token F1",
+        "general_loss": "loss on general text",
+        "divergence": "divergence from the new base",
+    }
+    return rows + [(title, f"{before[key]:.3f} -> {after[key]:.3f}") for key, title in named.items() if key in after]
 
 
 def _vote(config: configs.VoteConfig, out: Printer) -> None:

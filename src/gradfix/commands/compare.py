@@ -113,7 +113,9 @@ def _said(dataset: Dataset, config: CompareConfig) -> Dataset:
         return dataset
     labels = list(dataset.labels)
     used = [len(few_shot(train, shots, 0, config.allow_fewer, labels)) if shots else 0 for shots in config.shots]
-    return replace(dataset, notes=(*dataset.notes, *(used_note(count, len(train)) for count in used)))
+    return replace(
+        dataset, notes=(*dataset.notes, *(used_note(count, len(train), bool(dataset.labels)) for count in used))
+    )
 
 
 def plan_compare(config: CompareConfig) -> str:

@@ -75,9 +75,21 @@ class TransportResult:
     keep_index: dict[str, Any] | None = None  # what the map into the old space keeps
     figures: dict[str, Any] | None = None  # of open answers: before, after, samples
 
+    @property
+    def of_what_you_had(self) -> float | None:
+        """How much of the way from the target's loss per token to the old fine-tune's was gone.
+
+        None for closed label sets and where two tokenizers count other tokens."""
+        if self.figures is None or not self.figures["one_tokenizer"] or not (self.had and self.test_before):
+            return None
+        way = self.test_before["loss"] - self.had["loss"]
+        return (self.test_before["loss"] - self.test_after["loss"]) / way if self.test_after and way > 0 else None
+
     def as_json(self) -> dict[str, Any]:
         content = {name: value for name, value in vars(self).items() if name not in ("report", "changed", "along")}
         kept = self.report.kept if self.report else None
+        if self.figures is not None:
+            content["figures"] = {**self.figures, "of_what_you_had": self.of_what_you_had}
         along = None if self.along is None else {"start": self.along.start, "alpha": self.along.alpha}
         return dict(_finite({**content, "out": str(self.out), "kept": kept, "along": along}))
 
@@ -231,6 +243,8 @@ def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], sa
     """In the place of a verdict: what was done and what it did on test."""
     assert result.test_before is not None and result.test_after is not None
     advice = _deed(wanted, result, samples)
+    if result.figures is not None:
+        return _spoken_statement(advice, wanted, result, after)
     before, now = result.test_before["accuracy"], result.test_after["accuracy"]
     had = "" if result.had is None else f" You had {result.had['accuracy']:.1f}% on the old base."
     counts = result.changed.get("counts")
@@ -239,6 +253,37 @@ def _statement(wanted: Asked, result: TransportResult, after: dict[str, Any], sa
         f"{advice} {_went(wanted, result)} Test {result.measure} on {after['test_samples']} examples: {before:.1f}% before, "
         f"{now:.1f}% after.{had}{answers} No other method was tried: that is what gradfix compare is for."
     )
+    return _stated(result, after, advice, text)
+
+
+def _spoken_statement(advice: str, wanted: Asked, result: TransportResult, after: dict[str, Any]) -> dict[str, Any]:
+    """Of open answers: hardly any is right to the letter, so the loss per token comes first."""
+    assert result.test_before is not None and result.test_after is not None
+    told = spoken_figures(result)
+    had = "" if result.had is None else f" You had {result.had['loss']:.3f} on the old base"
+    way = result.of_what_you_had
+    had += "." if had and way is None else f": {100 * way:.0f}% of the way there." if way is not None else ""
+    exact = f"{result.test_before['accuracy']:.1f}% before and {result.test_after['accuracy']:.1f}% after"
+    text = (
+        f"{advice} {_went(wanted, result)} Loss per token on {after['test_samples']} test answers: "
+        f"{result.test_before['loss']:.3f} before, {result.test_after['loss']:.3f} after.{had} Right to the letter "
+        f"(exact match): {exact}. No other method was tried: that is what gradfix compare is for."
+    )
+    return {**_stated(result, after, advice, text), "spoken": told}
+
+
+def spoken_figures(result: TransportResult) -> list[tuple[str, str]]:
+    """Of open answers on test, by name: the loss per token, and how much of the old fine-tune's is reached."""
+    before, after, way = result.test_before, result.test_after, result.of_what_you_had
+    found = [("loss per token you had, on the old base", f"{result.had['loss']:.3f}")] if result.had else []
+    if before and after:
+        found += [("the target before", f"{before['loss']:.3f}"), ("and after", f"{after['loss']:.3f}")]
+    return [*found, *([("of the way to what you had", f"{100 * way:.0f}%")] if way is not None else [])]
+
+
+def _stated(result: TransportResult, after: dict[str, Any], advice: str, text: str) -> dict[str, Any]:
+    assert result.test_before is not None and result.test_after is not None
+    before, now = result.test_before["accuracy"], result.test_after["accuracy"]
     return {
         "compared": False, "method": after["method"], "measure": result.measure, "accuracy": now, "over_zero_shot": now - before,
         "had": result.had["accuracy"] if result.had is not None else None, "recovered": None,

@@ -264,15 +264,20 @@ def draw(start: Prepared, options: ShotOptions, validation: str | None = None, b
         parts["validation"] = held
     if test is not None:
         parts["test"] = test
-    notes = (*start.notes, *dropped, *check_disjoint(parts), used_note(len(fewshot), len(pool)))
+    notes = (
+        *start.notes,
+        *dropped,
+        *check_disjoint(parts),
+        used_note(len(fewshot), len(pool), bool(start.dataset.labels)),
+    )
     places = {id(row): number for number, row in enumerate(whole)}
     return Shots(
         fewshot, [places[id(row)] for row in fewshot], held, test, notes, pool, options.shots or 0, options.allow_fewer
     )
 
 
-def used_note(count: int, whole: int) -> str:
-    more = "" if count == whole else "; --shots K takes K per class"
+def used_note(count: int, whole: int, classes: bool = True) -> str:
+    more = "" if count == whole else f"; --shots K takes K{' per class' if classes else ''}"
     return f"using {count} of {whole} labelled examples{more}"
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradfix.checkpoints.matched import read_vocabulary
+from gradfix.checkpoints.open import resolve
 from gradfix.commands.configs import CompareConfig, TransportConfig, given
 from gradfix.commands.setting import Prepared, Shots, read_unlabelled
 from gradfix.errors import UsageError
@@ -17,7 +19,7 @@ from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.reading import speaks
 from gradfix.training.asking import Asking
 from gradfix.training.free_text import LORA, TRAINS, Speech
-from gradfix.training.imitating import Imitation
+from gradfix.training.imitating import Imitation, same_tokens
 
 STRAYS = ("train", "answer_tokens", "prompts", "lessons", "general")
 
@@ -56,12 +58,18 @@ def refuse_closed(config: TransportConfig, start: Prepared) -> None:
         )
 
 
+def one_tokenizer(config: TransportConfig) -> bool:
+    """Whether a token of the old base's is one of the target's: only then are losses per token of the two alike."""
+    theirs, own = (read_vocabulary(resolve(side)) for side in (config.base, config.target))
+    return theirs is not None and own is not None and same_tokens(theirs, own)
+
+
 class Telling:
     """The figures of one transport, taken before and after the move; nothing where answers are not open."""
 
     def __init__(self, config: TransportConfig, bound: Bound, shots: Shots) -> None:
         refuse_strays(config, bound)
-        self.bound, self.general = bound, general_texts(config)
+        self.config, self.bound, self.general = config, bound, general_texts(config)
         self.examples = (shots.test or []) if speaks(bound) else []
         self.speech = speech_from(config, tuple(self.examples[:SHOWN]))
         self.by_lora = speaks(bound) and self.speech.trains(bound) == LORA
@@ -71,7 +79,7 @@ class Telling:
     def before(self, trial: Trial) -> None:
         if speaks(self.bound):
             self.taken = SpokenFigures(trial, self.examples, self.general)
-            self.figures = {"before": self.taken.take()}
+            self.figures = {"one_tokenizer": one_tokenizer(self.config), "before": self.taken.take()}
 
     def after(self, parts: dict[str, Any]) -> None:
         if self.taken is None or self.figures is None:

@@ -33,7 +33,7 @@ def few_shot(
         members = groups.get(label, [])
         if not members or (len(members) < per_class and not allow_fewer):
             raise DataError(
-                f"the label {label!r} has {len(members)} examples, {per_class} were asked for. "
+                f"{f'the label {label!r} has' if label else 'there are'} {len(members)} examples, {per_class} were asked for. "
                 + (
                     "Add some, or take it out of the label set."
                     if not members

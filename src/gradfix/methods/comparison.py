@@ -20,6 +20,7 @@ from gradfix.checkpoints.folder import versions
 from gradfix.checkpoints.open import Source
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.methods.changed import changed_examples
+from gradfix.methods.leads import packed
 from gradfix.methods.method import CEILING, FLOOR, NotHere, Outcome, Traits
 from gradfix.methods.methods import METHODS
 from gradfix.methods.opening import Opened, Request, open_old
@@ -28,7 +29,6 @@ from gradfix.methods.search import Search
 from gradfix.methods.speaking import SpokenFigures
 from gradfix.methods.support import NO_LABELS, Support
 from gradfix.methods.trial import Passes, Trial
-from gradfix.methods.verdicts import packed
 from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
 from gradfix.registry import unknown
 from gradfix.tasks.base import Bound, Task
@@ -279,6 +279,7 @@ class _Run:
             "validation_accuracy": outcome.score.accuracy if outcome.score else None,
             "validation_score": outcome.score.value if outcome.score else None,
             "held_right": packed(outcome.score.marks) if outcome.score else None,
+            "held_losses": [_finite(loss) for loss in outcome.score.losses] if outcome.score else [],
             "loss_before": before,
             "loss_after": after,
             "slope": _finite(slope),
@@ -309,6 +310,7 @@ class _Run:
         return {
             **{"pair": pair, "task": Path(self.opened.dataset.source).name, "shots": shots, "seed": seed},
             **{name: unit[name] for name in ROW},
+            "held_losses": unit.get("held_losses", []),  # work of an older version has none
             **{name: unit[name][here] for name in ("loss_before", "loss_after")},
             **{"recovered": None, "regime": self._regime(shots), "test_samples": len(self.opened.splits.test)},
             "measure": self.trial.bound.measure,

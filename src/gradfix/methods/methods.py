@@ -132,7 +132,9 @@ def fine_tuned(trial: Trial, support: Support) -> Outcome:
 def _known(trial: Trial) -> TaskVector:
     known = trial.tuned_target()
     if known is None:
-        raise NotHere("no fine-tuned target was given, and fine-tuning it was not allowed or not possible.")
+        raise NotHere(
+            "no fine-tuned target was given (--target-tuned), and fine-tuning it was not asked for (--finetune-target)."
+        )
     return known
 
 

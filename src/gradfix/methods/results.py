@@ -120,7 +120,7 @@ class Results:
         if found is None:
             return None
         blank = dict.fromkeys((*AVERAGED, "spread", "alpha", "shots", "margin"))
-        return {**blank, "pair": pair, "method": HAD, "title": HAD_TITLE, "seeds": 1, "measure": measure_of(found),
+        return {**blank, "pair": pair, "method": HAD, "title": HAD_TITLE, "seeds": 1, "measure": measure_of(found), "test_loss": found.get("loss"),
                 "measures": {name: found[name] for name in found if name not in PLAIN}, "accuracy": found["accuracy"]}  # fmt: skip
 
     def table(self) -> list[list[str]]:
@@ -147,7 +147,7 @@ class Results:
             "alpha": lambda row: number_text(self.shown_alpha(row)),
             "seconds": lambda row: number_text(row["seconds"], ".1f"),
         }
-        closed = all(row["divergence"] is None for row in rows)
+        closed = not any(is_spoken(row) for row in rows)
         left_out = {"pair": not several, "held out": not untested}
         left_out |= dict.fromkeys(("loss per token", "token F1", "general loss", "divergence"), closed)
         header = [name for name in columns if not left_out.get(name)]
@@ -255,6 +255,11 @@ def measures_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What was measured besides, in percent: means over the rows that have it."""
     names = dict.fromkeys(name for row in rows for name in row.get("measures") or {})
     return {name: fmean(row["measures"][name] for row in rows if name in (row.get("measures") or {})) for name in names}
+
+
+def is_spoken(row: Mapping[str, Any]) -> bool:
+    """Whether a summary row has figures that only open answers have."""
+    return row["token_f1"] is not None or row["divergence"] is not None
 
 
 def measure_of(row: Mapping[str, Any]) -> str:

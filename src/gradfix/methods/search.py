@@ -58,12 +58,14 @@ class Score:
     parts: tuple[Score, ...] = ()
     further: Mapping[str, float] = field(default_factory=dict)
     by_loss: bool = False  # open answers are hardly ever right to the letter: the loss tells them apart
+    losses: tuple[float, ...] = ()  # of open answers, one by one
 
     def __add__(self, other: Score) -> Score:
         further = {name: value + other.further.get(name, 0.0) for name, value in self.further.items()}
         return Score(
             self.right + other.right, self.loss_sum + other.loss_sum, self.count + other.count,
             self.marks + other.marks, (*(self.parts or (self,)), *(other.parts or (other,))), further, self.by_loss,
+            self.losses + other.losses,
         )  # fmt: skip
 
     @property

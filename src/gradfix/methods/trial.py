@@ -295,9 +295,11 @@ class Trial:
         if not marks.count:
             raise DataError(f"no examples to score in {name}; check the data and its splits.")
         self.bill.own += Work(forward=len(marks.answers))
-        in_order = sorted(zip(by_length(self.examples[name]), marks.answers, marks.hits, strict=True))
+        places, by_loss = by_length(self.examples[name]), speaks(self.bound)
+        in_order = sorted(zip(places, marks.answers, marks.hits, strict=True))
         hits = "".join("1" if hit else "0" for _, _, hit in in_order)
-        score = Score(marks.right, marks.loss, marks.count, hits, further=marks.further, by_loss=speaks(self.bound))
+        losses = tuple(loss for _, loss in sorted(zip(places, marks.losses, strict=True))) if by_loss else ()
+        score = Score(marks.right, marks.loss, marks.count, hits, further=marks.further, by_loss=by_loss, losses=losses)
         return score, [answer for _, answer, _ in in_order]
 
     # -- choosing --------------------------------------------------------------------------------------

@@ -2,22 +2,24 @@
 
 The choice is made by validation (or fold) answers alone. Methods that these cannot tell apart are a tie, which is said
 with its interval and goes to the method that did best elsewhere. Test accuracy then checks the choice: one that is
-below the target as it is there is not shipped. Headline, text and command all come from the method that is named."""
+below the target as it is there is not shipped. Headline, text and command all come from the method that is named.
+
+Open answers are hardly ever right to the letter: of them the loss per token is the measure throughout."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean, stdev, variance
+from statistics import fmean, stdev
 from typing import Any
 
+from gradfix.methods.leads import Lead, is_open, lead
 from gradfix.methods.method import FLOOR, Traits
 from gradfix.methods.methods import traits_of
 from gradfix.training.costs import readable
 
 Row = Mapping[str, Any]
-WIDTH = 1.96  # standard errors on either side: 95%
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -30,57 +32,11 @@ def spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
-def packed(marks: str) -> str | None:
-    """Right and wrong answers ("1" and "0") as hexadecimal digits behind a leading one, for a results file."""
-    return f"{int(f'1{marks}', 2):x}" if marks else None
-
-
-def unpacked(held: str) -> list[int]:
-    return [int(mark) for mark in f"{int(held, 16):b}"[1:]]
-
-
-@dataclass(frozen=True)
-class Lead:
-    """How far one method is ahead of another on the held-out answers, in points, with a 95% interval."""
-
-    over: str
-    points: float
-    low: float
-    high: float
-    answers: int
-
-    @property
-    def tied(self) -> bool:
-        return self.low <= 0 <= self.high
-
-    def words(self) -> str:
-        return f"{self.points:+.1f} points, 95% interval {self.low:+.1f} to {self.high:+.1f}, {self.answers} answers"
-
-
-def lead(ours: Sequence[Row], theirs: Sequence[Row]) -> Lead | None:
-    """Answer against answer, seed by seed; None where a row does not know its answers.
-
-    One pseudo-answer either way keeps the interval honest for a handful of answers (Agresti and Min 2005). On a
-    validation split all seeds answer the same examples; of folds every seed has its own."""
-    other = {row["seed"]: row.get("held_right") for row in theirs}
-    pairs = [(row.get("held_right"), other.get(row["seed"])) for row in ours]
-    if not pairs or not all(isinstance(held, str) for pair in pairs for held in pair):
-        return None
-    gaps = [[a - b for a, b in zip(unpacked(str(one)), unpacked(str(two)))] for one, two in pairs]
-    if len({len(unpacked(str(held))) for pair in pairs for held in pair}) > 1 and ours[0].get("regime") == "validation":
-        return None
-    by_seed = [fmean(gap) for gap in gaps]
-    if ours[0].get("regime") == "validation":
-        single, draws = [fmean(each) for each in zip(*gaps)], variance(by_seed) / len(gaps) if len(gaps) > 1 else 0.0
-    else:
-        single, draws = [gap for seed in gaps for gap in seed], 0.0
-    size, total = len(single) + 2, sum(single)
-    error = math.sqrt((sum(gap * gap for gap in single) + 1 - total * total / size) / size**2 + draws)
-    middle = total / size
-    return Lead(
-        theirs[0]["method"], 100 * fmean(by_seed), 100 * (middle - WIDTH * error), 100 * (middle + WIDTH * error),
-        len(single),
-    )  # fmt: skip
+def _worth(row: Row) -> float:
+    """What a row is compared by on test: the accuracy, or of open answers how low the loss is."""
+    if row.get("gain") != "loss":
+        return float(row["accuracy"])
+    return -math.inf if row.get("test_loss") is None else -float(row["test_loss"])
 
 
 @dataclass(frozen=True)
@@ -104,13 +60,14 @@ def judge(
     ranking = _ranking({name: group for name, group in groups.items() if not known[name].reference})
     tested = all(row["accuracy"] is not None for row in rows)
     accuracy = {name: fmean(row["accuracy"] for row in group) for name, group in groups.items() if tested}
-    chosen = _settled(ranking, accuracy, groups, known)
+    worth = {name: fmean(map(_worth, group)) for name, group in groups.items() if tested}
+    chosen = _settled(ranking, worth, groups, known)
     winner = chosen.method
     others = [name for name in ranking if name != winner and not known[name].control]
     following = next((name for name in others if name != chosen.refused), others[0] if others else None)
-    over_next = accuracy[winner] - accuracy[following] if following and tested else None
+    over_next = worth[winner] - worth[following] if following and tested else None
     noise = _noise(groups, winner, following) if tested else None
-    by_test = max(ranking, key=lambda name: accuracy[name]) if tested else None
+    by_test = max(ranking, key=lambda name: worth[name]) if tested else None
     ahead = lead(groups[winner], groups[following]) if following else None
     tied = list(chosen.tied)
     if following and ahead is None and noise is not None and over_next is not None and abs(over_next) <= noise:
@@ -119,6 +76,11 @@ def judge(
         "method": winner,
         "accuracy": accuracy.get(winner),
         "measure": str(rows[0].get("measure") or "accuracy"),
+        **(
+            {"gain": "loss", "loss": -worth[winner], "loss_before": -worth[FLOOR] if FLOOR in worth else None}
+            if tested and is_open(rows)
+            else {}
+        ),
         "held_out": mean([row.get("validation_accuracy") for row in groups[winner]]),
         "recovered": mean([row.get("recovered") for row in groups[winner]]),
         "next": following,
@@ -129,20 +91,20 @@ def judge(
         "margin_over_next": over_next,
         "over_zero_shot": accuracy[winner] - accuracy[FLOOR] if FLOOR in accuracy else None,
         "spread": noise,
-        "test_error": _test_error(accuracy.get(winner), rows[0].get("test_samples")),
+        "test_error": None if is_open(rows) else _test_error(accuracy.get(winner), rows[0].get("test_samples")),
         "exceeds_spread": over_next is not None and noise is not None and over_next > noise,
         "cost_seconds": fmean(row["seconds"] for row in groups[winner]),
         "cost_flops": mean([row.get("flops") for row in groups[winner]]),
         "transport": not known[winner].stays and any(row["alpha"] != 0 for row in groups[winner]),
         "best_on_test": by_test,
-        "test_agrees": accuracy[winner] >= accuracy[by_test] - 1e-9 if by_test else None,
+        "test_agrees": worth[winner] >= worth[by_test] - 1e-9 if by_test else None,
         "regime": rows[0].get("regime"),
         "shots": rows[0].get("shots"),
         "pair": rows[0].get("pair"),
         "seeds": len(groups[winner]),
     }
     verdict["advice"] = _advice(verdict, titles, known)
-    verdict["text"] = _words(verdict, accuracy, groups, titles, known)
+    verdict["text"] = _words(verdict, worth, groups, titles, known)
     return verdict
 
 
@@ -194,7 +156,7 @@ def _settled(
 
 
 def _held(group: Sequence[Row]) -> float:
-    found = mean([row.get("validation_accuracy") for row in group])
+    found = mean([row.get("validation_score" if is_open(group) else "validation_accuracy") for row in group])
     return -math.inf if found is None else round(found, 9)
 
 
@@ -207,8 +169,8 @@ def _noise(groups: Mapping[str, Sequence[Row]], first: str, second: str | None) 
     """The seeds' spread of the difference, paired by seed; None where there is one seed."""
     if second is None:
         return None
-    theirs = {row["seed"]: row["accuracy"] for row in groups[second]}
-    return spread([row["accuracy"] - theirs[row["seed"]] for row in groups[first] if row["seed"] in theirs])
+    theirs = {row["seed"]: _worth(row) for row in groups[second]}
+    return spread([_worth(row) - theirs[row["seed"]] for row in groups[first] if row["seed"] in theirs])
 
 
 def inline(title: str) -> str:
@@ -268,7 +230,10 @@ def _words(
         there = "" if verdict["held_out"] is None else f"; it scores {verdict['held_out']:.1f}% there"
         text.append(f"{how}{there}. There is no test split: nothing has checked this choice.")
     else:
-        text.append(f"{how}; test {verdict['measure']} {verdict['accuracy']:.1f}%{_gain(verdict)}.")
+        score = f"{verdict['measure']} {verdict['accuracy']:.1f}%"
+        if "loss" in verdict:
+            score = f"loss per token {verdict['loss']:.3f}"
+        text.append(f"{how}; test {score}{_gain(verdict)}.")
         if following is not None:
             text.append(_against(verdict, name(following)))
         text.append(_check(verdict, accuracy, name))
@@ -302,7 +267,9 @@ def _ahead(verdict: Mapping[str, Any], known: Mapping[str, Traits], name: Any) -
 
 def _gain(verdict: Mapping[str, Any]) -> str:
     parts = []
-    if verdict["over_zero_shot"] is not None and verdict["method"] != FLOOR:
+    if verdict.get("loss_before") is not None and verdict["method"] != FLOOR:
+        parts.append(f"{verdict['loss_before']:.3f} as the target is")
+    elif verdict["over_zero_shot"] is not None and verdict["method"] != FLOOR:
         parts.append(f"{verdict['over_zero_shot']:+.1f} points over the target as it is")
     if verdict["recovered"] is not None and verdict["method"] != FLOOR:
         parts.append(f"{100 * verdict['recovered']:.0f}% of the fine-tuning gain")
@@ -311,21 +278,31 @@ def _gain(verdict: Mapping[str, Any]) -> str:
 
 def _against(verdict: Mapping[str, Any], following: str) -> str:
     gap, noise = verdict["margin_over_next"], verdict["spread"]
-    sense = f"On test that is {gap:+.1f} points against the next, {following}"
+    sense = f"On test that is {_apart(verdict, gap)} against the next, {following}"
     if noise is None:
         return f"{sense}; one seed, so the spread is unknown: add seeds before trusting the order."
     if abs(gap) <= noise:
-        return f"{sense}, within the seeds' spread of {noise:.1f}: the two are not told apart."
+        return f"{sense}, within the seeds' spread of {_wide(verdict, noise)}: the two are not told apart."
     if gap < 0:
-        return f"{sense}: behind it by more than the seeds' spread of {noise:.1f}."
+        return f"{sense}: behind it by more than the seeds' spread of {_wide(verdict, noise)}."
     error = verdict["test_error"]
     if error is not None and gap < error:
-        return f"{sense}, more than the seeds' spread of {noise:.1f} but less than the test set's own error of {error:.1f}."
-    return f"{sense}, more than the seeds' spread of {noise:.1f}."
+        return f"{sense}, more than the seeds' spread of {_wide(verdict, noise)} but less than the test set's own error of {error:.1f}."
+    return f"{sense}, more than the seeds' spread of {_wide(verdict, noise)}."
+
+
+def _apart(verdict: Mapping[str, Any], gap: float) -> str:
+    return f"{-gap:+.3f} in loss per token" if "loss" in verdict else f"{gap:+.1f} points"
+
+
+def _wide(verdict: Mapping[str, Any], noise: float) -> str:
+    return f"{noise:.3f}" if "loss" in verdict else f"{noise:.1f}"
 
 
 def _check(verdict: Mapping[str, Any], accuracy: Mapping[str, float], name: Any) -> str:
     refused = verdict["refused"]
+    if "loss" in verdict:
+        return _checked_loss(verdict, accuracy, name)
     if refused is not None:
         lost = accuracy[FLOOR] - accuracy[refused]
         return f"Test disagrees with the choice: {name(refused)} is {lost:.1f} points below the target as it is there."
@@ -333,6 +310,18 @@ def _check(verdict: Mapping[str, Any], accuracy: Mapping[str, float], name: Any)
         return "Test agrees: nothing else scored higher there."
     top = verdict["best_on_test"]
     return f"On test {name(top)} was {accuracy[top] - verdict['accuracy']:.1f} points higher, which nobody could know."
+
+
+def _checked_loss(verdict: Mapping[str, Any], worth: Mapping[str, float], name: Any) -> str:
+    refused, top = verdict["refused"], verdict["best_on_test"]
+    if refused is not None:
+        more = worth[FLOOR] - worth[refused]
+        return (
+            f"Test disagrees with the choice: {name(refused)} has {more:.3f} more loss than the target as it is there."
+        )
+    if verdict["test_agrees"]:
+        return "Test agrees: nothing else has a lower loss there."
+    return f"On test the loss of {name(top)} was {worth[top] + verdict['loss']:.3f} lower, which nobody could know."
 
 
 def _seconds(value: float) -> str:

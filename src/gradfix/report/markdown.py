@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gradfix.methods.results import Results, measure_of, number_text, share_text
-from gradfix.report.sections import baseline_wins, flops, headline, reasons, seconds
+from gradfix.methods.results import Results, is_spoken, measure_of, number_text, share_text
+from gradfix.report.sections import baseline_wins, flops, headline, labelled, reasons, seconds
 
+SPOKEN = {
+    "loss per token": "test_loss", "token F1": "token_f1", "loss on general text": "general_loss",
+    "divergence from the new base": "divergence",
+}  # fmt: skip
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~&])")
 
 
@@ -37,18 +41,19 @@ def to_markdown(results: Results, title: str = "What to ship") -> str:
 def _table(results: Results, pair: str | None, verdict: dict[str, Any]) -> list[str]:
     rows = [r for r in results.summary_rows() if r["pair"] == pair and r["shots"] == verdict["shots"]]
     besides = list(dict.fromkeys(name for row in rows for name in row["measures"]))
+    spoken = SPOKEN if any(map(is_spoken, rows)) else {}
     lines = [
-        f"{verdict['shots']} labelled examples per class, {verdict['seeds']} "
-        + ("seed" if verdict["seeds"] == 1 else "seeds"),
+        f"{labelled(verdict['shots'], rows)}, {verdict['seeds']} " + ("seed" if verdict["seeds"] == 1 else "seeds"),
         "",
-        f"| method | held out | {' | '.join(map(safe, [measure_of(verdict), *besides]))} | recovered | alpha | seconds | FLOPs |",
-        "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len(besides),
+        f"| method | held out | {' | '.join(map(safe, [measure_of(verdict), *besides, *spoken]))} | recovered | alpha | seconds | FLOPs |",
+        "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * len([*besides, *spoken]),
     ]
     own = results.had_row(pair)
     for row in [*([own] if own is not None else []), *rows]:
         wide = f" ± {row['spread']:.1f}" if row["spread"] is not None else ""
         held = number_text(row["validation_accuracy"], ".1f")
         more = "".join(f" | {number_text(row['measures'].get(one), '.1f')}" for one in besides)
+        more += "".join(f" | {number_text(row[key], '.3f')}" for key in spoken.values())
         name = safe(row["title"])
         name = f"**{name}**" if row["method"] == verdict["method"] else name
         lines.append(

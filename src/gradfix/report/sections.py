@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from gradfix.methods.method import FLOOR
-from gradfix.methods.results import Results, measure_of
+from gradfix.methods.results import Results, is_spoken, measure_of
 from gradfix.methods.verdicts import inline
 from gradfix.report.plots import Series, curves
 from gradfix.training.costs import readable
@@ -71,6 +71,8 @@ def reasons(verdict: Entry) -> str:
 
 def figures(verdict: Entry, changed: Sequence[Entry] = ()) -> list[tuple[str, str]]:
     found = []
+    if verdict.get("spoken"):
+        return [*map(tuple, verdict["spoken"]), ("time", seconds(verdict["cost_seconds"]))]
     if not compared(verdict):
         before = verdict["accuracy"] - verdict["over_zero_shot"]
         if verdict.get("had") is not None:
@@ -79,11 +81,15 @@ def figures(verdict: Entry, changed: Sequence[Entry] = ()) -> list[tuple[str, st
         for entry in changed:
             found.append(("answers repaired, broken", f"{entry['counts']['repaired']}, {entry['counts']['broken']}"))
         return [*found, ("time", seconds(verdict["cost_seconds"]))]
-    if verdict["accuracy"] is not None:
+    if verdict.get("loss") is not None:
+        found.append(("test loss per token", f"{verdict['loss']:.3f}"))
+        if verdict.get("loss_before") is not None:
+            found.append(("loss of the target as it is", f"{verdict['loss_before']:.3f}"))
+    elif verdict["accuracy"] is not None:
         found.append((f"test {measure_of(verdict)}", f"{verdict['accuracy']:.1f}%"))
     elif verdict.get("held_out") is not None:
         found.append((f"held-out {measure_of(verdict)}, not checked on test", f"{verdict['held_out']:.1f}%"))
-    if verdict["over_zero_shot"] is not None:
+    if verdict["over_zero_shot"] is not None and "loss" not in verdict:
         found.append(("over the target as it is", f"{verdict['over_zero_shot']:+.1f}"))
     if verdict["recovered"] is not None:
         found.append(("of the fine-tuning gain", f"{100 * verdict['recovered']:.0f}%"))
@@ -134,6 +140,7 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
     curve_entries = [e for e in results.curves if e["pair"] == pair and e["shots"] == shots]
     return {
         "shots": shots,
+        "labelled": labelled(shots, rows),
         "rows": rows,
         "shown": {name for name in OPTIONAL if any(row[name] is not None for row in rows)},
         "grey": _grey(rows),
@@ -147,6 +154,11 @@ def _budget(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
         "loss_top": top * 1.05 or 1.0,
         "curves": _curves(results, curve_entries, verdict["regime"]),
     }
+
+
+def labelled(shots: int, rows: Sequence[Entry]) -> str:
+    """The label budget; open answers have no classes."""
+    return f"{shots} labelled {'answers' if any(map(is_spoken, rows)) else 'examples per class'}"
 
 
 def _grey(rows: Sequence[Entry]) -> str:
@@ -174,7 +186,7 @@ def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str
         return None
     measure = entries[0].get("measure", "accuracy")
     where = entries[0].get("on", "validation" if regime == "validation" else "held-out folds")
-    unit = "" if measure == "score" else " (%)"
+    unit = "" if measure in ("score", "distance") else " (%)"
     return {
         "svg": curves(series, "alpha", f"{measure} {'' if measure == 'distance' else 'on '}{where}{unit}"),
         "measure": measure,
@@ -186,8 +198,10 @@ def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str
 def _spoken(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any] | None:
     """Open answers: the figures of every method, and a few answers of the old fine-tune, the new base and the moved one."""
     rows = [row for row in results.summary_rows(pair) if row["shots"] == verdict["shots"]]
-    if all(row["divergence"] is None for row in rows):
+    if not any(is_spoken(row) for row in rows):
         return None
+    own = results.had_row(pair)
+    rows = [*([own] if own is not None else []), *rows]
     entries = {e["method"]: e for e in results.samples if e["pair"] == pair and e["shots"] == verdict["shots"]}
     moved = [name for name in entries if name != FLOOR and not results.traits_of(name).reference]
     shipped = verdict["method"] if verdict["method"] in moved else next(iter(reversed(moved)), None)
@@ -199,7 +213,13 @@ def _spoken(results: Results, pair: str | None, verdict: Entry) -> dict[str, Any
                 "prompt": row["prompt"], "reference": row["reference"], "moved": row["said"],
                 "new_base": entries[FLOOR]["rows"][place]["said"], "old": old[place] if place < len(old) else None,
             })  # fmt: skip
-    return {"rows": rows, "said": said, "method": results.title(shipped) if shipped is not None else None}
+    shared = any(row["recovered"] is not None for row in rows)
+    return {
+        "rows": rows,
+        "said": said,
+        "shared": shared,
+        "method": results.title(shipped) if shipped is not None else None,
+    }
 
 
 def _rank(style: str) -> int:

@@ -37,7 +37,7 @@ class Marks:
     """What a model's answers to a set of examples are worth: sums, and the answers in the order of the batches.
 
     `right` counts right answers, or adds up shares of one; `hits` says which are right; `further` are sums of other
-    measures by name."""
+    measures by name. `losses` are those of the answers, where each has one of its own."""
 
     right: float
     loss: float
@@ -45,6 +45,7 @@ class Marks:
     answers: list[int]
     hits: list[bool]
     further: Mapping[str, float] = field(default_factory=dict)
+    losses: Sequence[float] = ()
 
 
 class Bound(ABC):
@@ -79,16 +80,18 @@ class Bound(ABC):
     def mark(self, model: nn.Module, batches: Iterable[Batch]) -> Marks:
         """The score of a whole set, without gradients; override it where examples are no questions of their own."""
 
-        def judge(batch: Batch) -> tuple[list[bool], float, list[int]]:
+        def judge(batch: Batch) -> tuple[list[bool], float, list[int], list[float]]:
             guesses, losses = self.judge(model, batch)
-            return (guesses == batch["labels"]).tolist(), float(losses.double().sum()), guesses.tolist()
+            hits, double = (guesses == batch["labels"]).tolist(), losses.double()
+            return hits, float(double.sum()), guesses.tolist(), double.tolist()
 
         found = current().each(
             judge, batches
         )  # processes that share the work each take some; the sums are those of one
-        hits = [hit for some, _, _ in found for hit in some]
-        answers = [answer for _, _, some in found for answer in some]
-        return Marks(sum(hits), sum(loss for _, loss, _ in found), len(answers), answers, hits)
+        hits = [hit for some, _, _, _ in found for hit in some]
+        answers = [answer for _, _, some, _ in found for answer in some]
+        losses = [loss for *_, some in found for loss in some]
+        return Marks(sum(hits), sum(loss for _, loss, _, _ in found), len(answers), answers, hits, losses=losses)
 
     def training_loss(self, model: nn.Module, examples: Sequence[Example]) -> Tensor:
         """One loss per example of a training step; override it where the examples of a step serve each other."""

@@ -161,6 +161,16 @@ class CausalBound(AnswerBound):
         self.limit.saw(tuple(question), len(question) > kept)
         return list(question[-kept:]), wanted
 
+    @property
+    def most(self) -> int:
+        return self.max_length - 1
+
+    def beside(self, question: Tokens, answer: Tokens) -> list[int]:
+        """A given answer stays whole, however much of the question it costs."""
+        kept = max(1, self.max_length - len(answer))
+        self.limit.saw(tuple(question), len(question) > kept)
+        return list(question[-kept:])
+
     def spoken_logits(self, model: Any, questions: Sequence[Tokens], answers: Sequence[Tokens]) -> Tensor:
         """All answers begin in one column, so that models which can do so score no token of a question."""
         device = next(model.parameters()).device

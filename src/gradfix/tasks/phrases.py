@@ -30,12 +30,18 @@ def _words(text: str) -> list[str]:
 def spoken(
     bound: AnswerBound, model: nn.Module, examples: Sequence[Example], longest: int, batch: int = 16
 ) -> list[str]:
-    """What the model answers by greedy decoding."""
-    found = []
+    """What the model answers by greedy decoding. A question that leaves less room for its answer is asked apart, so that
+    it cuts no other's."""
+    posed = [bound.posed(example, index) for index, example in enumerate(examples)]
+    rooms: dict[int, list[int]] = {}
+    for place, one in enumerate(posed):
+        rooms.setdefault(bound.room(one.question, longest)[1], []).append(place)
+    found = [""] * len(posed)
     with left_as_it_was(model):
-        for first in range(0, len(examples), batch):
-            posed = [bound.posed(example, first + n) for n, example in enumerate(examples[first : first + batch])]
-            found += [bound.spell(tokens) for tokens, _ in bound.say(model, posed, longest)]
+        for places in (mine[first : first + batch] for mine in rooms.values() for first in range(0, len(mine), batch)):
+            said = bound.say(model, [posed[place] for place in places], longest)
+            for place, (tokens, _) in zip(places, said, strict=True):
+                found[place] = bound.spell(tokens)
     return found
 
 

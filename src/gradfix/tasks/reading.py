@@ -164,10 +164,18 @@ class AnswerBound(Bound):
         self.reduction, self.scoring = loss, scoring
         self._index = {label: index for index, label in enumerate(self.labels)}
         self.limit = TokenLimit(max_length)
+        self._unnamed: int | None = None  # a token that ends answers, and that `generate` knows nothing of
         freeze_all_but(model, self.trainable())
 
     def cuts(self) -> tuple[str, ...]:
-        return self.limit.notes()
+        if self._unnamed is None:
+            return self.limit.notes()
+        word = self.tokenizer.convert_ids_to_tokens(self._unnamed)
+        return (
+            *self.limit.notes(),
+            f"answers end with {word!r} ({self._unnamed}), where the model's generation_config.json does not stop: add it to "
+            "eos_token_id there, or give it to generate",
+        )
 
     @property
     def open_answers(self) -> bool:
@@ -198,14 +206,31 @@ class AnswerBound(Bound):
         """The question as far as it fits beside an answer of `wanted` tokens, and the tokens left for the answer."""
         raise NotImplementedError
 
+    @property
+    def most(self) -> int:
+        """How many tokens an answer may have, what closes it included."""
+        return UNLIMITED
+
+    def beside(self, question: Tokens, answer: Tokens) -> list[int]:
+        """The question as far as it fits beside this very answer."""
+        return self.room(question, 1)[0]
+
     def stops(self, closing: Tokens) -> list[int]:
-        """Tokens that end an answer: the first special one of the template's closing, and those the model names."""
-        special = set(self.tokenizer.all_special_ids)
-        named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        listed = named if isinstance(named, list) else [named]
+        """Tokens that end an answer: the first special one of the template's closing, and those the model names.
+
+        A tokenizer may hold a special token that it has no name for, as Llama 3 does with the one that ends a turn."""
+        special = {*self.tokenizer.all_special_ids}
+        special |= {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         first = [token for token in closing if token in special][:1]
-        found = [*first, self.tokenizer.eos_token_id, *listed]
+        if first and first[0] not in (named := self._named_stops()) and named:
+            self._unnamed = first[0]
+        found = [*first, self.tokenizer.eos_token_id, *self._named_stops()]
         return list(dict.fromkeys(int(token) for token in found if token is not None))
+
+    def _named_stops(self) -> list[int]:
+        """The tokens that the model's own `generate` stops at."""
+        named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        return [token for token in (named if isinstance(named, list) else [named]) if token is not None]
 
     def say(
         self, model: Any, posed: Sequence[Posed], longest: int, seeds: Sequence[int] | None = None

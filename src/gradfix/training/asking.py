@@ -123,6 +123,7 @@ def ask(
     if not prompts:
         raise DataError("there is no prompt to ask the old fine-tune about; give --shots or --unlabelled.")
     longest = asking.longest or _longest(teacher, prompts, asking)
+    prompts = [one for one in prompts if one.said is None or len(teacher.answer_ids(one.said)) < teacher.most]
     posed = [teacher.posed(prompt.example, index) for index, prompt in enumerate(prompts)]
     replies = _Book(teacher, prompts, posed, longest, asking, seed).filled(partial)
     drawn = [reply for reply in replies if reply.source != REFERENCE]
@@ -334,7 +335,7 @@ class _Book:
     def _read(self, rows: Sequence[int], said: Sequence[tuple[list[int], bool]]) -> None:
         teacher, posed = self.teacher, [self.posed[row] for row in rows]
         tokens = [[*one, *([teacher.stops(p.closing)[0]] if end else [])] for (one, end), p in zip(said, posed)]
-        questions = [teacher.room(p.question, len(answer) + 1)[0] for p, answer in zip(posed, tokens, strict=True)]
+        questions = [teacher.beside(p.question, answer) for p, answer in zip(posed, tokens, strict=True)]
         speaking = [index for index, answer in enumerate(tokens) if answer]
         logits = teacher.spoken_logits(
             teacher.model, [questions[index] for index in speaking], [tokens[index] for index in speaking]

@@ -95,27 +95,30 @@ def _same(student: AnswerBound, reply: Reply, stop: int, rows: int) -> Verse:
     posed = student.posed(reply.prompt)
     own_stop = student.stops(posed.closing)[0]
     answer = [*reply.tokens, *([own_stop] if reply.ended else [])]
-    top = reply.top.long()
-    logs = torch.where(top < rows, reply.logs, NEVER)
+    answer = answer[: student.most]  # its context may be shorter than the teacher's
+    top, logs = reply.top.long()[: len(answer)], reply.logs[: len(answer)]
+    logs = torch.where(top < rows, logs, NEVER)
     top = torch.where(top == stop, own_stop, top).clamp(max=rows - 1)
-    return Verse(student.room(posed.question, len(answer) + 1)[0], answer, top, logs)
+    return Verse(student.beside(posed.question, answer), answer, top, logs)
 
 
 def _other(student: AnswerBound, reply: Reply, said: Transcript) -> Verse:
     """The text as the student would write it, in pieces that both tokenizers end at one place."""
     posed = student.posed(reply.prompt)
     content = student.answer_ids(reply.text)
-    ended = reply.ended or not content
-    answer = [*content, *([student.stops(posed.closing)[0]] if ended else [])]
     own, theirs = ends(student.tokenizer, content, reply.text), said.ends(reply.tokens, reply.text)
+    ended = reply.ended or not content
+    if len(content) >= student.most:  # it is read up to the last place that both come to an end of
+        last = max((n for n in range(1, student.most) if own[n - 1] in set(theirs)), default=0)
+        content, own, ended = content[:last], own[:last], not last
+    answer = [*content, *([student.stops(posed.closing)[0]] if ended else [])]
     shared = sorted(set(own) & set(theirs))
     places = [bisect_left(shared, end) for end in own] + [len(shared)] * ended
     sums = torch.zeros(len(shared) + 1)
     written = torch.tensor([bisect_left(shared, end) for end in theirs] + [len(shared)] * reply.ended)
     sums.index_add_(0, written, _likely(reply, said.stop))
     pieces = (torch.tensor(places), sums[: max(places, default=-1) + 1])
-    question = student.room(posed.question, len(answer) + 1)[0]
-    return replace(_certain(question, answer), pieces=pieces)
+    return replace(_certain(student.beside(posed.question, answer), answer), pieces=pieces)
 
 
 def _likely(reply: Reply, stop: int) -> Tensor:
@@ -135,7 +138,7 @@ def given_lines(student: AnswerBound, examples: Sequence[Example]) -> list[Verse
     for index, example in enumerate(examples):
         posed = student.posed(example, index)
         answer = [*student.answer_ids(student.answer_text(example, index)), *posed.closing]
-        found.append(_certain(student.room(posed.question, len(answer) + 1)[0], answer))
+        found.append(_certain(student.beside(posed.question, answer), answer))
     return found
 
 
@@ -325,13 +328,16 @@ def recomputing(model: Any, wanted: bool) -> Iterator[None]:
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     modes = [layer.training for layer in layers]
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    named = (
+        "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    )  # as transformers calls it
+    getattr(model, f"{named}_checkpointing_enable")({"use_reentrant": False})
     for layer in layers:
         layer.training = True
     try:
         yield
     finally:
-        model.gradient_checkpointing_disable()
+        getattr(model, f"{named}_checkpointing_disable")()
         for layer, mode in zip(layers, modes, strict=True):
             layer.training = mode
 
