@@ -34,6 +34,7 @@ from gradfix.tasks.retrieval import (
     Searches,
     Text,
     refuse_equal,
+    refuse_itself,
     search,
     searches,
     spearman,
@@ -54,6 +55,8 @@ class Circle:
         for index, example in enumerate(examples):
             text, pair, label = (example.get(name) for name in ("text", "text_pair", "label"))
             if pair is not None:
+                if "grade" not in example:
+                    refuse_itself(example, index)
                 self.positives.setdefault(str(text), set()).add(str(pair))
             elif label is not None:
                 self.by_label.setdefault(str(label), []).append(str(text))
@@ -305,7 +308,7 @@ class EmbeddingBound(Bound):
 
     def save_extras(self, folder: Path) -> None:
         width = int(self.encoder.model.config.hidden_size)
-        write_sentences(folder, self.encoder.own, width, self.encoder.max_length)
+        write_sentences(folder, self.encoder.own, width, self.encoder.max_length, self.encoder.asked_pooling)
 
 
 def _contrast(members: Sequence[Example]) -> tuple[list[Text], Tensor]:

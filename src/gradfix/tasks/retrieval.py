@@ -95,13 +95,8 @@ def _paired(examples: Sequence[Mapping[str, object]], corpus: Sequence[Mapping[s
     for index, example in enumerate([*examples, *corpus]):
         if example.get("text_pair") is None:
             raise DataError(f"{where(example, index)}: there is no positive for this query. Give every row one.")
-        query, positive = str(example["text"]), str(example["text_pair"])
-        if query == positive:
-            raise DataError(
-                f"{where(example, index)}: the query and its positive are the same text word for word; a search that "
-                "finds itself says nothing. Remove the row."
-            )
-        place, right = shelf.put(QUERY, query), shelf.put(DOCUMENT, positive)
+        refuse_itself(example, index)
+        place, right = shelf.put(QUERY, str(example["text"])), shelf.put(DOCUMENT, str(example["text_pair"]))
         found.setdefault(place, set()).add(right)
         documents |= {right, *(shelf.put(DOCUMENT, one) for one in _negatives(example))}
         if index < len(examples):
@@ -149,6 +144,14 @@ def _checked(made: Searches, examples: Sequence[Mapping[str, object]]) -> Search
             f"{lonely} of {len(made.wanted)} texts have no partner with their label; they are not searched for"
         )
     return replace(made, notes=tuple(notes))
+
+
+def refuse_itself(example: Mapping[str, object], index: int) -> None:
+    if str(example["text"]) == str(example["text_pair"]):
+        raise DataError(
+            f"{where(example, index)}: the query and its positive are the same text word for word; a search that "
+            "finds itself says nothing. Remove the row."
+        )
 
 
 def refuse_equal(texts: Sequence[str], what: str = "to tell apart") -> None:
