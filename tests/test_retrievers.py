@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import gradfix
 from gradfix.cli import run
+from gradfix.commands.setting import used_note
 from gradfix.data import load_data
 from gradfix.methods.results import Results
 from gradfix.tasks.embedding import EmbeddingBound, EmbeddingTask
@@ -65,6 +66,7 @@ def test_texts_alone_move_it_and_the_old_index_is_searched(here: Path) -> None:
     assert kept["kept"] > 0.8 and kept["recall_old"] == pytest.approx(kept["kept"] * kept["recall_own"])
     card, page = Path("alone/README.md").read_text(), Path("alone.html").read_text()
     assert "test nDCG@10" in card and "keep-index" in card and "MRR" in page and "recall@10" in page
+    assert 'library_name: "sentence-transformers"\npipeline_tag: sentence-similarity\n' in card
     assert run(["verify", "alone", "--quiet"]) == 0
 
 
@@ -150,6 +152,31 @@ def test_texts_without_neighbours_get_a_line(
     Path("odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     transport("--unlabelled", "odd.jsonl", "--out", "never", code=5)
     assert message in capsys.readouterr().err and not Path("never").exists()
+
+
+def test_too_few_texts_for_a_map_are_refused_before_the_lessons(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gradfix.methods.trained.best", lambda *_, **__: pytest.fail("the lessons began"))
+    Path("three.jsonl").write_text("".join(json.dumps({"text": f"card {i}"}) + "\n" for i in range(3)))
+    transport("--unlabelled", "three.jsonl", "--keep-index", "--out", "never", code=5)
+    assert "there are 3: give 20 or more" in capsys.readouterr().err and not Path("never").exists()
+
+
+def test_a_pair_of_one_text_is_refused_where_it_is_learned_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Path("pairs.jsonl").read_text().splitlines()[:6]
+    Path("own.jsonl").write_text("\n".join([*lines, json.dumps({"query": "a card", "positive": "a card"})]))
+    transport("--data", "own.jsonl", "--shots", 7, "--unlabelled", "texts.jsonl", "--out", "never", code=5)
+    said = capsys.readouterr().err
+    assert "own.jsonl:7" in said and "the same text word for word" in said
+
+
+def test_notes_speak_of_labels_where_there_are_some(here: Path) -> None:
+    texts, pairs = (load_data(name, bare=True).splits["train"] for name in ("texts.jsonl", "pairs.jsonl"))
+    assert used_note(0, texts) == []
+    assert used_note(8, pairs) == [f"using 8 of {len(pairs)} labelled examples; --shots K takes K of them"]
+    labelled = load_data("questions").splits["train"]
+    assert used_note(3, labelled) == [f"using 3 of {len(labelled)} labelled examples; --shots K takes K per class"]
 
 
 def test_what_only_retrievers_have_is_refused_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
