@@ -49,14 +49,14 @@ from gradfix.methods.workfolder import Partials
 from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
 from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_kinds, save_lora
-from gradfix.system.meter import Meter
+from gradfix.system.meter import Meter, steps_told
 from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
 from gradfix.training.lowrank import moved_by, put_together
-from gradfix.training.oldindex import OldIndex, keep_index
+from gradfix.training.oldindex import OldIndex, enough, keep_index
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
 
@@ -140,7 +140,8 @@ class _Transport:
     def _timed(self, name: str, work: Callable[[], T]) -> T:
         self.stage(name)
         begin = time.perf_counter()
-        result = work()
+        with steps_told(self.stage):
+            result = work()
         self.seconds[name] = round(time.perf_counter() - begin, 3)
         return result
 
@@ -152,6 +153,8 @@ class _Transport:
         if not config.force:
             check_descent(low.renamed(self.names.renamed) if low else tau, self.trio.base, self.trio.tuned)
         unlabelled = unseen_unlabelled(config, shots.test) if config.unlabelled else None
+        if config.keep_index:
+            enough([*(unlabelled or ()), *self.examples])
         trial = Trial(
             self.bound, tau if self.trio.apart is None else None,
             Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
@@ -190,9 +193,7 @@ class _Transport:
         config, alpha = self.config, outcome.alpha
         update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = outcome.adapter if config.out_lora is not None else None
-        if (
-            config.out_lora is not None and adapter is None
-        ):  # from here on, what is measured is what the adapter will do
+        if config.out_lora is not None and adapter is None:  # from here on, what is measured is what the adapter does
             saved = self._heads() | self._uncalled(update)
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=saved)
             update = adapter.approximated

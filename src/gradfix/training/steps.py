@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from gradfix.checkpoints.slices import is_split, on_the_leader, split_like
 from gradfix.errors import GradfixError
 from gradfix.registry import Registry
+from gradfix.system.meter import step_taken
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound
 from gradfix.vectors.taskvector import TaskVector
 
 Schedule = Callable[[float], float]
 SCHEDULES: Registry[Schedule] = Registry("schedule")
+LESSONS = 1000  # steps that are looked through for the end of a schedule of unknown length
 
 
 @SCHEDULES.register("cosine")
@@ -73,6 +75,7 @@ class Training:
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         masters: bool = False,
+        steps: int | None = None,
     ) -> None:
         exact = (torch.float32, torch.float64)
         self.parameters, self.rate, self.diverged = parameters, rate, diverged
@@ -81,6 +84,8 @@ class Training:
             for name, p in parameters.items()
         }
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), weight_decay=weight_decay, betas=betas)
+        # Said or not, a schedule is over where its rate is nothing; progress wants to know.
+        self.steps = steps if steps is not None else next((step for step in range(LESSONS) if rate(step) <= 0), None)
 
     def step(self, number: int, losses: Iterable[Tensor | Callable[[], Tensor]]) -> float:
         """One step down the sum of the losses, each made and sent backward before the next; returns that sum.
@@ -114,6 +119,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._publish()
+        step_taken(number + 1, self.steps)
         return whole
 
     @torch.no_grad()
