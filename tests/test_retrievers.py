@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from gradfix.commands.setting import used_note
 from gradfix.data import load_data
 from gradfix.methods.results import Results
 from gradfix.tasks.embedding import EmbeddingBound, EmbeddingTask
+from gradfix.tasks.scoring import evaluate
 from gradfix.training.oldindex import agreement, keep_index, linear, orthogonal
 from gradfix.training.relations import Relations, divergences, gone_on, rotation, sharpness
 from tests.stage import setup
@@ -127,6 +129,38 @@ def test_another_width_and_depth_is_no_hindrance(here: Path) -> None:
     result = json.loads(Path("wide.json").read_text())
     assert result["test_after"]["accuracy"] > result["test_before"]["accuracy"] + 5
     assert load_file("wide/keep_index.safetensors")["map"].shape == (32, 40)
+
+
+def test_an_adapter_comes_out_without_labels(here: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModel
+
+    transport("--data", "questions", "--shots", 0, "--unlabelled", "texts.jsonl", "--out-lora", 4, "--out", "lora",
+              "--json", "lora.json")  # fmt: skip
+    bound, said = opened("new-base"), json.loads(Path("lora.json").read_text())
+    test = load_data("questions").splits["test"]
+    bound.model = PeftModel.from_pretrained(AutoModel.from_pretrained("new-base"), "lora").eval()
+    found = evaluate(bound.model, bound, bound.scoring_batches(test))
+    assert found["accuracy"] == pytest.approx(said["test_after"]["accuracy"], abs=1e-3)
+    assert found["accuracy"] > said["test_before"]["accuracy"]
+
+
+def test_without_labels_the_old_models_neighbours_choose(here: Path) -> None:
+    words = ["compare", "--base", "minilm", "--tuned", "minilm-support", "--target", "new-base", "--task", "embedding",
+             "--data", "questions", "--shots", "0", "--unlabelled", "texts.jsonl", "--methods", "naive", "bico", "best",
+             "--json", "none.json", "--quiet"]  # fmt: skip
+    assert run(words) == 0
+    results = json.loads(Path("none.json").read_text())
+    rows = {row["method"]: row for row in results["rows"]}
+    assert {row["regime"] for row in rows.values()} == {"answers"} and "naive" not in rows
+    assert rows["best"]["validation_accuracy"] > rows["bico"]["validation_accuracy"] > 0
+    bound, teacher = opened("new-base"), opened("minilm-support")
+    texts = list(dict.fromkeys(json.loads(line)["text"] for line in Path("texts.jsonl").read_text().splitlines()))
+    near = [(v := b.vectors(b.model, [("text", t) for t in texts]).detach()) @ v.T for b in (teacher, bound)]
+    top = [(n - 9 * torch.eye(len(texts))).topk(10).indices.tolist() for n in near]
+    gain = [1 / math.log2(place + 2) for place in range(10)]
+    mine = [sum(g for g, i in zip(gain, ours) if i in theirs) / sum(gain) for theirs, ours in zip(*top)]
+    assert rows["zero_shot"]["validation_accuracy"] == pytest.approx(100 * sum(mine) / len(mine), abs=1e-3)
 
 
 def test_masks_vote_by_contrast_and_compare_speaks_of_searches(here: Path) -> None:

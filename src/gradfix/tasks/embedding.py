@@ -21,6 +21,7 @@ from torch.nn import functional
 from gradfix.checkpoints.open import resolve
 from gradfix.data.rows import Row, where
 from gradfix.errors import DataError
+from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import current
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Marks, Prompts, Task, by_length, settings_of
 from gradfix.tasks.encoders import TEXT_SCALE, TextEncoder
@@ -33,6 +34,7 @@ from gradfix.tasks.retrieval import (
     SPEARMAN,
     Searches,
     Text,
+    neighbours,
     refuse_equal,
     refuse_itself,
     search,
@@ -190,6 +192,13 @@ class EmbeddingBound(Bound):
         back = torch.tensor(order).argsort()
         found = torch.cat(parts)
         return found[back.to(found.device)]
+
+    def nearest(self, texts: Sequence[str]) -> list[Example]:
+        """Each different text with those that this model finds `near` it: its answers, to be found again by another."""
+        words = list(dict.fromkeys(texts))
+        refuse_equal(words)
+        with torch.no_grad(), left_as_it_was(self.model):
+            return list(neighbours(words, self.vectors(self.model, [(PLAIN, text) for text in words])))
 
     def _near(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cosines of each query with its candidates; hidden ones are minus infinity."""
