@@ -68,6 +68,7 @@ def test_texts_alone_move_it_and_the_old_index_is_searched(here: Path) -> None:
     assert kept["kept"] > 0.8 and kept["recall_old"] == pytest.approx(kept["kept"] * kept["recall_own"])
     card, page = Path("alone/README.md").read_text(), Path("alone.html").read_text()
     assert "test nDCG@10" in card and "keep-index" in card and "MRR" in page and "recall@10" in page
+    assert "(KL divergence)" in page and "(KL divergence) (%)" not in page
     assert 'library_name: "sentence-transformers"\npipeline_tag: sentence-similarity\n' in card
     assert run(["verify", "alone", "--quiet"]) == 0
 
@@ -143,6 +144,13 @@ def test_an_adapter_comes_out_without_labels(here: Path) -> None:
     found = evaluate(bound.model, bound, bound.scoring_batches(test))
     assert found["accuracy"] == pytest.approx(said["test_after"]["accuracy"], abs=1e-3)
     assert found["accuracy"] > said["test_before"]["accuracy"]
+    bound.model = AutoModel.from_pretrained("lora").eval()  # by the base that the adapter names
+    assert evaluate(bound.model, bound, bound.scoring_batches(test))["accuracy"] == pytest.approx(found["accuracy"])
+    library = pytest.importorskip("sentence_transformers")
+    texts = [("text", "where is my card"), ("text", "send money")]
+    vectors = torch.as_tensor(library.SentenceTransformer("lora").encode([text for _, text in texts]))
+    expected = bound.vectors(bound.model, texts).detach()
+    torch.testing.assert_close(torch.nn.functional.normalize(vectors, dim=-1), expected, rtol=0, atol=1e-5)
 
 
 def test_without_labels_the_old_models_neighbours_choose(here: Path) -> None:

@@ -174,7 +174,7 @@ def _curves(results: Results, entries: Sequence[Entry], regime: str) -> dict[str
         return None
     measure = entries[0].get("measure", "accuracy")
     where = entries[0].get("on", "validation" if regime == "validation" else "held-out folds")
-    unit = "" if measure == "score" else " (%)"
+    unit = "" if measure in ("score", "distance") else " (%)"
     return {
         "svg": curves(series, "alpha", f"{measure} {'' if measure == 'distance' else 'on '}{where}{unit}"),
         "measure": measure,
