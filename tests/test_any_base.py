@@ -17,12 +17,14 @@ from gradfix.commands.configs import InspectConfig, TransportConfig
 from gradfix.commands.inspect import run_inspect
 from gradfix.commands.merge import run_merge
 from gradfix.commands.transport import run_transport
+from gradfix.data import load_data
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.merging.recipes import MergeRecipe, load_recipe
 from gradfix.methods.comparison import compare
 from gradfix.methods.results import Results
 from gradfix.report import to_markdown, write_report
 from gradfix.tasks.classification import Classification
+from gradfix.tasks.scoring import evaluate
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
 from tests.adapters import load, train_adapter
@@ -140,9 +142,20 @@ def test_a_turned_vector_needs_no_labels_either(world: Path, tmp_path: Path) -> 
     assert results[0].alpha > 0
 
 
-def test_an_adapter_comes_out_across_shapes(world: Path, tmp_path: Path) -> None:
-    run_transport(asked(world, "deeper", tmp_path / "out", method="best", out_lora=8))
-    assert (tmp_path / "out" / "adapter_config.json").exists()
+@pytest.mark.parametrize(("target", "shots"), [("deeper", 2), ("wider", 0), ("modern", 2)])
+def test_an_adapter_comes_out_across_shapes(world: Path, tmp_path: Path, target: str, shots: int) -> None:
+    from peft import PeftModel
+
+    more = str(world / "more.jsonl")
+    result = run_transport(
+        asked(world, target, tmp_path / "out", method="best", out_lora=8, shots=shots, unlabelled=more)
+    )
+    bound = ZeroShot(LABELS).open(world / target)
+    bound.model = PeftModel.from_pretrained(hf.AutoModel.from_pretrained(world / target), tmp_path / "out").eval()
+    found = evaluate(bound.model, bound, bound.scoring_batches(load_data(world / "data").splits["test"]))
+    assert result.test_before is not None and result.test_after is not None
+    assert found["accuracy"] == pytest.approx(result.test_after["accuracy"]) != result.test_before["accuracy"]
+    assert found["loss"] == pytest.approx(result.test_after["loss"], rel=1e-4)
 
 
 def test_tiny_family_is_still_one_shape(tmp_path: Path) -> None:

@@ -254,6 +254,42 @@ def test_units_are_counted_down():
     assert [span(value) for value in (3.2, 99, 150, 9000)] == ["4 s", "99 s", "3 min", "2.5 h"]
 
 
+def test_a_long_training_says_where_it_is():
+    from gradfix.system.meter import step_taken, steps_told
+
+    now, said = [0.0], []
+    step_taken(1, 4)  # nobody listens
+    with steps_told(said.append, lambda: now[0]):
+        for total in (4, None):
+            for done in range(1, 5):
+                step_taken(done, total)
+                now[0] += 60.0
+        step_taken(1, 9)  # another training: what it takes is not known yet
+        now[0] += 1.0
+        step_taken(2, 9)
+    step_taken(3, 9)
+    assert said == ["training step (2/4, about 2 min left)", "training step (3/4, about 60 s left)", "training step (4/4)",
+                    "training step 2", "training step 3", "training step 4"]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["best", "few_shot"])
+def test_a_transport_tells_how_long_its_training_takes(method, clean, monkeypatch):
+    from gradfix.commands.configs import TransportConfig
+    from gradfix.commands.transport import run_transport
+    from gradfix.system import meter
+
+    for name in ("SOON_SECONDS", "EVERY_SECONDS"):
+        monkeypatch.setattr(meter, name, 0.0)
+    said = []
+    words = TRANSPORT.split()
+    given = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2]) if name != "--alpha"}
+    given |= {"shots": 2, "method": method, "validation": "none"}
+    run_transport(TransportConfig(**given), said.append)
+    steps = [line for line in said if line.startswith("training step")]
+    assert any("left)" in line for line in steps), said
+    assert steps[-1].split("(")[1].split("/")[0].isdigit()
+
+
 def test_an_output_that_is_there_is_not_overwritten_by_accident(clean, capsys):
     Path("moved").mkdir()
     Path("moved/thesis.txt").write_text("mine")

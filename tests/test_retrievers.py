@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ from safetensors.torch import load_file
 
 import gradfix
 from gradfix.cli import run
+from gradfix.commands.setting import used_note
 from gradfix.data import load_data
 from gradfix.methods.results import Results
 from gradfix.tasks.embedding import EmbeddingBound, EmbeddingTask
+from gradfix.tasks.scoring import evaluate
 from gradfix.training.oldindex import agreement, keep_index, linear, orthogonal
 from gradfix.training.relations import Relations, divergences, gone_on, rotation, sharpness
 from tests.stage import setup
@@ -65,6 +68,8 @@ def test_texts_alone_move_it_and_the_old_index_is_searched(here: Path) -> None:
     assert kept["kept"] > 0.8 and kept["recall_old"] == pytest.approx(kept["kept"] * kept["recall_own"])
     card, page = Path("alone/README.md").read_text(), Path("alone.html").read_text()
     assert "test nDCG@10" in card and "keep-index" in card and "MRR" in page and "recall@10" in page
+    assert "(KL divergence)" in page and "(KL divergence) (%)" not in page
+    assert 'library_name: "sentence-transformers"\npipeline_tag: sentence-similarity\n' in card
     assert run(["verify", "alone", "--quiet"]) == 0
 
 
@@ -127,6 +132,45 @@ def test_another_width_and_depth_is_no_hindrance(here: Path) -> None:
     assert load_file("wide/keep_index.safetensors")["map"].shape == (32, 40)
 
 
+def test_an_adapter_comes_out_without_labels(here: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModel
+
+    transport("--data", "questions", "--shots", 0, "--unlabelled", "texts.jsonl", "--out-lora", 4, "--out", "lora",
+              "--json", "lora.json")  # fmt: skip
+    bound, said = opened("new-base"), json.loads(Path("lora.json").read_text())
+    test = load_data("questions").splits["test"]
+    bound.model = PeftModel.from_pretrained(AutoModel.from_pretrained("new-base"), "lora").eval()
+    found = evaluate(bound.model, bound, bound.scoring_batches(test))
+    assert found["accuracy"] == pytest.approx(said["test_after"]["accuracy"], abs=1e-3)
+    assert found["accuracy"] > said["test_before"]["accuracy"]
+    bound.model = AutoModel.from_pretrained("lora").eval()  # by the base that the adapter names
+    assert evaluate(bound.model, bound, bound.scoring_batches(test))["accuracy"] == pytest.approx(found["accuracy"])
+    library = pytest.importorskip("sentence_transformers")
+    texts = [("text", "where is my card"), ("text", "send money")]
+    vectors = torch.as_tensor(library.SentenceTransformer("lora").encode([text for _, text in texts]))
+    expected = bound.vectors(bound.model, texts).detach()
+    torch.testing.assert_close(torch.nn.functional.normalize(vectors, dim=-1), expected, rtol=0, atol=1e-5)
+
+
+def test_without_labels_the_old_models_neighbours_choose(here: Path) -> None:
+    words = ["compare", "--base", "minilm", "--tuned", "minilm-support", "--target", "new-base", "--task", "embedding",
+             "--data", "questions", "--shots", "0", "--unlabelled", "texts.jsonl", "--methods", "naive", "bico", "best",
+             "--json", "none.json", "--quiet"]  # fmt: skip
+    assert run(words) == 0
+    results = json.loads(Path("none.json").read_text())
+    rows = {row["method"]: row for row in results["rows"]}
+    assert {row["regime"] for row in rows.values()} == {"answers"} and "naive" not in rows
+    assert rows["best"]["validation_accuracy"] > rows["bico"]["validation_accuracy"] > 0
+    bound, teacher = opened("new-base"), opened("minilm-support")
+    texts = list(dict.fromkeys(json.loads(line)["text"] for line in Path("texts.jsonl").read_text().splitlines()))
+    near = [(v := b.vectors(b.model, [("text", t) for t in texts]).detach()) @ v.T for b in (teacher, bound)]
+    top = [(n - 9 * torch.eye(len(texts))).topk(10).indices.tolist() for n in near]
+    gain = [1 / math.log2(place + 2) for place in range(10)]
+    mine = [sum(g for g, i in zip(gain, ours) if i in theirs) / sum(gain) for theirs, ours in zip(*top)]
+    assert rows["zero_shot"]["validation_accuracy"] == pytest.approx(100 * sum(mine) / len(mine), abs=1e-3)
+
+
 def test_masks_vote_by_contrast_and_compare_speaks_of_searches(here: Path) -> None:
     transport("--data", "questions", "--shots", 3, "--mask", "agree", "--alpha", 1, "--out", "masked", "--force")
     words = ["compare", "--base", "minilm", "--tuned", "minilm-support", "--target", "new-base", "--task", "embedding",
@@ -150,6 +194,33 @@ def test_texts_without_neighbours_get_a_line(
     Path("odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     transport("--unlabelled", "odd.jsonl", "--out", "never", code=5)
     assert message in capsys.readouterr().err and not Path("never").exists()
+
+
+def test_too_few_texts_for_a_map_are_refused_before_the_lessons(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gradfix.methods.trained.best", lambda *_, **__: pytest.fail("the lessons began"))
+    Path("three.jsonl").write_text("".join(json.dumps({"text": f"card {i}"}) + "\n" for i in range(3)))
+    transport("--unlabelled", "three.jsonl", "--keep-index", "--out", "never", code=5)
+    assert "there are 3: give 20 or more" in capsys.readouterr().err and not Path("never").exists()
+
+
+def test_a_pair_of_one_text_is_refused_where_it_is_learned_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Path("pairs.jsonl").read_text().splitlines()[:6]
+    Path("own.jsonl").write_text("\n".join([*lines, json.dumps({"query": "a card", "positive": "a card"})]))
+    transport("--data", "own.jsonl", "--shots", 7, "--unlabelled", "texts.jsonl", "--out", "never", code=5)
+    said = capsys.readouterr().err
+    assert "own.jsonl:7" in said and "the same text word for word" in said
+
+
+def test_notes_speak_of_labels_where_there_are_some(here: Path) -> None:
+    texts, pairs = (load_data(name, bare=True).splits["train"] for name in ("texts.jsonl", "pairs.jsonl"))
+    assert used_note(0, texts, False) == []
+    assert used_note(8, pairs, False) == [f"using 8 of {len(pairs)} labelled examples; --shots K takes K of them"]
+    labelled = load_data("questions").splits["train"]
+    assert used_note(3, labelled, True) == [
+        f"using 3 of {len(labelled)} labelled examples; --shots K takes K per class"
+    ]
 
 
 def test_what_only_retrievers_have_is_refused_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

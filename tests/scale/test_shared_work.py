@@ -120,6 +120,37 @@ def test_commands_write_and_say_what_one_process_does(home):
     assert units[0] == units[1]
 
 
+def test_processes_tell_where_they_are_as_one_does(home):
+    class Told(list[str]):
+        def __call__(self, step: str) -> None:
+            self.append(step)
+
+        def update(self, text: str) -> None:
+            assert text.startswith("writing ")
+
+    heard = {}
+    for count in (1, 2):
+        heard[count] = Told()
+        run_transport(
+            TransportConfig(
+                base=str(home / "base"), tuned=str(home / "tuned"), target=str(home / "target"), shots=2, mask="agree",
+                data=str(home / "data"), task="zero-shot", alpha="1", force=True, out=str(home / f"told-{count}"),
+                device="cpu", processes=count,
+            ),
+            heard[count],
+        )  # fmt: skip
+    assert heard[2] == heard[1] and heard[1][0] == "reading examples" and heard[1][-1] == "writing"
+    counted: list[int] = []
+    run_finetune(
+        FinetuneConfig(
+            model=str(home / "base"), out=str(home / "counted"), data=str(home / "data"), task="zero-shot", steps=3,
+            train_batch=8, device="cpu", processes=2,
+        ),
+        counted.append,
+    )  # fmt: skip
+    assert counted == [1, 1, 1]
+
+
 class Stop(Exception):
     """In place of a kill."""
 

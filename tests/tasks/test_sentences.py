@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from gradfix.errors import CorruptInput, UsageError
 from gradfix.tasks import TASKS
-from gradfix.tasks.sentences import FLAGS, POOLINGS, pool, read_sentences
+from gradfix.tasks.sentences import FLAGS, POOLINGS, pool, read_sentences, write_sentences
 from tests.tiny import save_tiny, toy_texts
 
 LABELS = {"negative": "a bad film", "positive": "a good film"}
@@ -88,7 +89,7 @@ def test_several_poolings_stand_one_behind_the_other(tmp_path: Path) -> None:
     [
         ({"pooling_mode_attention": True}, ("Transformer", "Pooling")),
         ({"pooling_mode": "attention"}, ("Transformer", "Pooling")),
-        (flags("mean"), ("Transformer", "Pooling", "Dense")),
+        (flags("mean"), ("Transformer", "Pooling", "LSTM")),
         ({}, ("Transformer",)),
         ({}, ("Transformer", "Pooling")),
     ],
@@ -100,6 +101,64 @@ def test_what_cannot_be_followed_is_refused_with_a_way_out(
     with pytest.raises(UsageError, match="Give --pooling"):
         heads(folder)
     assert heads(folder, pooling="cls").shape == (2, 32)
+
+
+def dense_folder(folder: Path, modules: tuple[str, ...], **config: Any) -> Path:
+    """A model with a dense layer of width 5 in its third place."""
+    made = sentence_folder(folder, flags("mean"), modules)
+    place = made / f"{modules.index('Dense')}_Dense"
+    torch.manual_seed(3)
+    save_file({"linear.weight": torch.randn(5, 32), "linear.bias": torch.randn(5)}, place / "model.safetensors")
+    about = {
+        "in_features": 32,
+        "out_features": 5,
+        "bias": True,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    (place / "config.json").write_text(json.dumps({**about, **config}))
+    return made
+
+
+@pytest.mark.parametrize("before", [(), ("Normalize",)])
+def test_a_dense_layer_is_followed_in_its_place(before: tuple[str, ...], tmp_path: Path) -> None:
+    folder = dense_folder(
+        tmp_path / "dense", ("Transformer", "Pooling", *before, "Dense", "Normalize"),
+        activation_function="torch.nn.modules.activation.Tanh",
+    )  # fmt: skip
+    pooled = heads(save_tiny("bert", tmp_path / "plain"))
+    bound = TASKS["zero-shot"](LABELS).open(folder, dtype=torch.float64)
+    (_, weight, bias) = bound.encoder.behind[-1]  # type: ignore[attr-defined]
+    plain: Any = TASKS["zero-shot"](LABELS, pooling="mean").open(folder, dtype=torch.float64)  # type: ignore[call-arg]
+    with torch.no_grad():
+        raw = plain.encoder.embed_prompts(list(LABELS.values()))
+        raw = torch.nn.functional.normalize(raw, dim=-1) if before else raw
+        expected = torch.nn.functional.normalize(torch.tanh(raw @ weight.double().T + bias.double()), dim=-1)
+    torch.testing.assert_close(bound.head, expected)  # type: ignore[attr-defined]
+    torch.testing.assert_close(plain.head, pooled)
+
+
+@pytest.mark.parametrize(
+    "config", [{"activation_function": "torch.nn.Softplus"}, {"module_input_name": "token_embeddings"}]
+)
+def test_a_dense_layer_of_another_kind_is_refused_with_a_way_out(config: dict[str, str], tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path, ("Transformer", "Pooling", "Dense"), **config)
+    with pytest.raises(UsageError, match="Give --pooling"):
+        heads(folder)
+    assert heads(folder, pooling="cls").shape == (2, 32)
+
+
+def test_a_pooling_that_was_asked_for_is_what_the_output_says(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path, ("Transformer", "Pooling", "Dense", "Normalize"))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 5}')
+    own = read_sentences(folder, "cls")
+    before = (folder / "modules.json").read_bytes()
+    write_sentences(folder, own, 32, 9)
+    assert (folder / "modules.json").read_bytes() == before
+    write_sentences(folder, own, 32, 9, "cls")
+    found = read_sentences(folder, None)
+    assert (found.pooling, found.behind, found.max_length) == ("cls", (), 5)
+    kinds = [one["type"].rsplit(".", 1)[-1] for one in json.loads((folder / "modules.json").read_text())]
+    assert kinds == ["Transformer", "Pooling", "Normalize"] and not (folder / "2_Dense").exists()
 
 
 def test_damaged_modules_are_named(tmp_path: Path) -> None:

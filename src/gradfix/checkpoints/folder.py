@@ -109,6 +109,29 @@ def copy_side_files(target: Checkpoint, staging: Path) -> None:
                 shutil.copyfile(path, copy)
 
 
+def copy_adapter_files(target: Checkpoint, staging: Path) -> None:
+    """The target's side files beside an adapter, its config only where the tokenizer is chosen by it.
+
+    transformers takes a folder with a config for a whole model, and would look for weights in it."""
+    copy_side_files(target, staging)
+    if (staging / "config.json").is_file() and not _chosen_by_config(staging):
+        (staging / "config.json").unlink()
+
+
+def _chosen_by_config(folder: Path) -> bool:
+    from transformers.models.auto import tokenization_auto as auto
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return False
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("tokenizer_class")
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return True
+    overruled = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", ())
+    return not named or kind in overruled or auto.TOKENIZER_MAPPING_NAMES.get(kind) == "MistralCommonBackend"
+
+
 def is_side_file(path: Path) -> bool:
     skip = path.name.endswith(NOT_COPIED) or path.name.startswith(".")
     return path.is_file() and not skip and path.name not in ("gradfix.json", "README.md")

@@ -33,7 +33,7 @@ from gradfix.methods.support import NO_LABELS
 from gradfix.methods.trial import Passes
 from gradfix.report import to_markdown, write_report
 from gradfix.report.tracking import parse, track
-from gradfix.system.meter import Countdown
+from gradfix.system.meter import Countdown, steps_told
 from gradfix.system.processes import current
 
 # Options that the command and `gradfix.compare` call by one name.
@@ -62,22 +62,23 @@ def run_compare(
     heal_torchvision()
     stage("reading examples")
     config, dataset, validation, unlabelled = _examples(config)
-    results = compare(
-        **{name: getattr(config, name) for name in SAME},
-        data=dataset,
-        task=make_task(config, dataset),
-        speech=speech_from(config),
-        general=general_texts(config),
-        methods=config.methods or None,
-        validation=validation,
-        unlabelled=unlabelled,
-        work=_work_folder(config, json_out),
-        finetune={"steps": config.finetune_steps} if config.finetune_target else False,
-        dtype=torch_dtype(config.dtype),
-        device=device_of(config.device),
-        command=command_line("compare", config),
-        progress=Countdown(stage),
-    )
+    with steps_told(stage):
+        results = compare(
+            **{name: getattr(config, name) for name in SAME},
+            data=dataset,
+            task=make_task(config, dataset),
+            speech=speech_from(config),
+            general=general_texts(config),
+            methods=config.methods or None,
+            validation=validation,
+            unlabelled=unlabelled,
+            work=_work_folder(config, json_out),
+            finetune={"steps": config.finetune_steps} if config.finetune_target else False,
+            dtype=torch_dtype(config.dtype),
+            device=device_of(config.device),
+            command=command_line("compare", config),
+            progress=Countdown(stage),
+        )
     if config.report and current().leads:
         write_report(results, config.report)
     if config.track and current().leads:
@@ -113,9 +114,8 @@ def _said(dataset: Dataset, config: CompareConfig) -> Dataset:
         return dataset
     labels = list(dataset.labels)
     used = [len(few_shot(train, shots, 0, config.allow_fewer, labels)) if shots else 0 for shots in config.shots]
-    return replace(
-        dataset, notes=(*dataset.notes, *(used_note(count, len(train), bool(dataset.labels)) for count in used))
-    )
+    notes = (note for count in used for note in used_note(count, train, bool(dataset.labels)))
+    return replace(dataset, notes=(*dataset.notes, *notes))
 
 
 def plan_compare(config: CompareConfig) -> str:

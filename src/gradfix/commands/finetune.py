@@ -15,7 +15,7 @@ from gradfix.commands.guard import among_processes, sole_writer
 from gradfix.commands.setting import Prepared, apart, setting
 from gradfix.data import Row, check_disjoint, few_shot
 from gradfix.errors import DataError, UsageError
-from gradfix.system.processes import current, report
+from gradfix.system.processes import current
 from gradfix.tasks.loading import ADAPTER_CONFIG
 from gradfix.tasks.scoring import evaluate
 
@@ -40,8 +40,6 @@ def run_finetune(config: FinetuneConfig, progress: Callable[[int], None] | None 
             "summary": f"would fine-tune {config.model} on {len(rows)} examples for {config.steps} steps into {out}",
             "notes": notes,
         }
-    if current().size > 1:
-        progress = report if current().leads else None
     with sole_writer(config):
         bound = start.open(config.model)
         state = out.with_name(f".{out.name}.finetune")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gradfix.checkpoints.write import locked, make_parent, refuse_inside, refuse_occupied, refuse_odd_file
 from gradfix.data.files import is_table
 from gradfix.errors import OutputError, UnsafeResult, UsageError
-from gradfix.system.processes import current, in_processes, joined, launched, sharing
+from gradfix.system.processes import Relay, current, in_processes, joined, launched, sharing
 
 Result = TypeVar("Result")
 Run = Callable[..., Result]
@@ -177,17 +177,17 @@ def among_processes(run: Run[Result]) -> Run[Result]:
 
     @functools.wraps(run)
     def shared(config: Any, *more: Any, **options: Any) -> Result:
-        plain = tuple(one for one in more if not callable(one))  # who is told on the way stays here
         if getattr(config, "sharded", False) and config.processes < 2 and not launched():
             raise UsageError("--sharded splits the model over processes: give --processes N, or start with torchrun.")
         if getattr(config, "offload", None) is not None and (config.processes > 1 or launched()):
             raise UsageError("--offload is for one process; several processes split the model with --sharded.")
         if launched():
-            return _as_rank((run, config, plain))
+            return _as_rank((run, config, more))
         if config.processes < 2 or getattr(config, "dry_run", False):
             return run(config, *more, **options)
-        step = next((one for one in more if callable(one)), None)  # of which the processes count, if they count
-        result: Result = in_processes(_as_rank, (shared, config, plain), config.processes, step)
+        told = next((one for one in more if callable(one)), None)  # stays here, and hears of what is said there
+        there = tuple(Relay() if callable(one) else one for one in more)
+        result: Result = in_processes(_as_rank, (shared, config, there), config.processes, told)
         return result
 
     return shared

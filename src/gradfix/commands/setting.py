@@ -264,21 +264,20 @@ def draw(start: Prepared, options: ShotOptions, validation: str | None = None, b
         parts["validation"] = held
     if test is not None:
         parts["test"] = test
-    notes = (
-        *start.notes,
-        *dropped,
-        *check_disjoint(parts),
-        used_note(len(fewshot), len(pool), bool(start.dataset.labels)),
-    )
+    used = used_note(len(fewshot), pool, bool(start.dataset.labels))
+    notes = (*start.notes, *dropped, *check_disjoint(parts), *used)
     places = {id(row): number for number, row in enumerate(whole)}
     return Shots(
         fewshot, [places[id(row)] for row in fewshot], held, test, notes, pool, options.shots or 0, options.allow_fewer
     )
 
 
-def used_note(count: int, whole: int, classes: bool = True) -> str:
-    more = "" if count == whole else f"; --shots K takes K{' per class' if classes else ''}"
-    return f"using {count} of {whole} labelled examples{more}"
+def used_note(count: int, pool: Sequence[Row], classes: bool) -> list[str]:
+    """How many of the labelled examples are used; of texts alone there is nothing to say. Pairs and answers have no classes."""
+    told = [row for row in pool if row.get("label") is not None or row.get("text_pair") is not None]
+    classes = classes and any(row.get("label") is not None for row in told)
+    more = "" if count == len(told) else f"; --shots K takes K {'per class' if classes else 'of them'}"
+    return [f"using {count} of {len(told)} labelled examples{more}"] if told else []
 
 
 def dtype_of(config: TransportConfig) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from gradfix.checkpoints.folder import device_name
 from gradfix.checkpoints.names import name_map
@@ -39,7 +38,7 @@ from gradfix.commands.verdict import Verdict, follow, read_verdict, refuse_nothi
 from gradfix.commands.vote import on_disk, require_target
 from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.methods.changed import changed_examples
-from gradfix.methods.headed import fill, has_new_head, lent_head, open_target
+from gradfix.methods.headed import fill, has_new_head, lent_head, open_target, uncalled
 from gradfix.methods.method import NotHere, Outcome
 from gradfix.methods.opening import lenders_of, open_old, refuse_itself, rounds, unmoved_on_disk, vector_of
 from gradfix.methods.speaking import factors_of
@@ -48,15 +47,14 @@ from gradfix.methods.trial import Passes, Splits, Trial
 from gradfix.methods.workfolder import Partials
 from gradfix.methods.yardsticks import had, tokens_seen, trained_weights
 from gradfix.stream.checkpoint import StreamReport, transport_checkpoint, write_update
-from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, layer_kinds, save_lora
-from gradfix.system.meter import Meter
-from gradfix.system.modules import left_as_it_was
+from gradfix.stream.lora_out import LoraResult, adapter_for, check_lora, save_lora
+from gradfix.system.meter import Meter, steps_told
 from gradfix.system.processes import ALONE, current, sharing
 from gradfix.tasks.base import Bound
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.scoring import evaluate, mean_loss
 from gradfix.training.lowrank import moved_by, put_together
-from gradfix.training.oldindex import OldIndex, keep_index
+from gradfix.training.oldindex import OldIndex, enough, keep_index
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector, check_descent
 
@@ -140,7 +138,8 @@ class _Transport:
     def _timed(self, name: str, work: Callable[[], T]) -> T:
         self.stage(name)
         begin = time.perf_counter()
-        result = work()
+        with steps_told(self.stage):
+            result = work()
         self.seconds[name] = round(time.perf_counter() - begin, 3)
         return result
 
@@ -152,6 +151,8 @@ class _Transport:
         if not config.force:
             check_descent(low.renamed(self.names.renamed) if low else tau, self.trio.base, self.trio.tuned)
         unlabelled = unseen_unlabelled(config, shots.test) if config.unlabelled else None
+        if config.keep_index:
+            enough([*(unlabelled or ()), *self.examples])
         trial = Trial(
             self.bound, tau if self.trio.apart is None else None,
             Splits(shots.fewshot, shots.validation, shots.test or (), unlabelled),
@@ -190,10 +191,8 @@ class _Transport:
         config, alpha = self.config, outcome.alpha
         update = outcome.update if outcome.update is not None else nothing_of(self.bound)
         adapter = outcome.adapter if config.out_lora is not None else None
-        if (
-            config.out_lora is not None and adapter is None
-        ):  # from here on, what is measured is what the adapter will do
-            saved = self._heads() | self._uncalled(update)
+        if config.out_lora is not None and adapter is None:  # from here on, what is measured is what the adapter does
+            saved = self._heads() | uncalled(self.bound, update, self.fewshot or trial.unlabelled)
             adapter = adapter_for(update, config.out_lora, model=self.bound.model, target=self.trio.target, saved=saved)
             update = adapter.approximated
         chosen_by = outcome.chosen_by or trial.regime
@@ -277,19 +276,6 @@ class _Transport:
         parameters = dict(self.bound.model.named_parameters())
         lent = self.names.to_module(lent_head(self.trio, self.bound))
         return {name for name in (*self.bound.head_names(), *lent) if name in parameters}
-
-    def _uncalled(self, update: TaskVector) -> set[str]:
-        """Changed weights of layers that the model reads without calling them: a wrapper around such a layer is idle."""
-        called: set[nn.Module] = set()
-        layers = {name.removesuffix(".weight"): name for name in layer_kinds(self.bound.model)}
-        modules = {path: self.bound.model.get_submodule(path) for path in layers}
-        hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in modules.values()]
-        with torch.no_grad(), left_as_it_was(self.bound.model):
-            self.bound.judge(self.bound.model, self.fewshot[0])
-        for hook in hooks:
-            hook.remove()
-        idle = [name for path, name in layers.items() if modules[path] not in called]
-        return {name for name in idle if name in update and bool(update[name].any())}
 
     def _read_back(
         self, trial: Trial, measured: dict[str, Any], adapter: bool, kept: OldIndex | None

@@ -5,7 +5,7 @@ head, it does not: then a new one is put on, and learns from the fine-tune's ans
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,13 @@ from torch import Tensor, nn
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.trio import Trio
-from gradfix.tasks.base import Bound, Task
+from gradfix.stream.lora_out import layer_kinds
+from gradfix.system.modules import left_as_it_was
+from gradfix.tasks.base import Batch, Bound, Example, Task
 from gradfix.tasks.classification import Classification, ClassificationBound
+from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.heads import NEW, HeadMisfit
+from gradfix.vectors.taskvector import TaskVector
 
 
 def open_target(trio: Trio, task: Task, dtype: torch.dtype, device: str) -> Bound:
@@ -81,3 +85,28 @@ def fill(model: nn.Module, source: Checkpoint, target: Checkpoint, names: Iterab
                     parameters[own].copy_(value)
         for own, value in known.to_module(parts).items():
             parameters[own].copy_(value)
+
+
+def uncalled(bound: Bound, update: TaskVector, seen: Sequence[Batch | Example]) -> set[str]:
+    """Changed weights of layers that the model reads without calling them: a wrapper around such a layer is idle.
+
+    `seen` are batches, or inputs without labels where nothing is labelled; one look at the first is enough."""
+    called: set[nn.Module] = set()
+    layers = {name.removesuffix(".weight"): name for name in layer_kinds(bound.model)}
+    modules = {path: bound.model.get_submodule(path) for path in layers}
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in modules.values()]
+    with torch.no_grad(), left_as_it_was(bound.model):
+        _look(bound, seen[0])
+    for hook in hooks:
+        hook.remove()
+    idle = [name for path, name in layers.items() if modules[path] not in called]
+    return {name for name in idle if name in update and bool(update[name].any())}
+
+
+def _look(bound: Bound, first: Any) -> None:
+    if any(isinstance(value, Tensor) for value in first.values()):
+        bound.judge(bound.model, first)
+    elif isinstance(bound, EmbeddingBound):
+        bound.vectors(bound.model, texts_of(first))
+    else:
+        bound.judge(bound.model, bound.collate([{**first, "label": bound.labels[0]}]))

@@ -16,6 +16,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.methods.search import Score, View, total
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Example
+from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.training.costs import Work
 from gradfix.training.distil import answers
 from gradfix.vectors.signvotes import SignVotes
@@ -98,6 +99,9 @@ class Support:
             teacher, rows = trial.teacher(), trial.splits.unlabelled
             if teacher is None or not rows:
                 raise UsageError(NO_LABELS)
+            if isinstance(teacher, EmbeddingBound):  # it has no labels to give, but it finds what lies near
+                trial.define(ASKED, trial.shared(ASKED, lambda: self._neighbours(teacher, rows)))
+                return ASKED
             told = trial.shared(ASKED, lambda: self._answers(teacher, rows))
             trial.define(ASKED, [{**row, "label": label} for row, label in zip(rows, told, strict=True)])
         return ASKED
@@ -107,6 +111,11 @@ class Support:
         found = [answers(teacher, batch) for batch in teacher.batches(unanswered, self.trial.passes.batch_size)]
         self.trial.bill.own += Work(forward=len(rows))
         return [teacher.labels[index] for logits in found for index in logits.argmax(-1).tolist()]
+
+    def _neighbours(self, teacher: EmbeddingBound, rows: Sequence[Example]) -> list[Example]:
+        found = teacher.nearest([text for row in rows for _, text in texts_of(row)])
+        self.trial.bill.own += Work(forward=len(found))
+        return found
 
     def untouched(self) -> Score:
         """The target itself on what scores the choices, fold by fold; a set that cannot be cut is asked whole."""

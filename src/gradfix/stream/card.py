@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from gradfix.vectors.masks import USUAL_MASK
@@ -21,6 +21,12 @@ _CACHED = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROLES = {"base": "old base", "tuned": "fine-tune", "target": "new base"}
 LONGEST = 300
+RETRIEVER = "sentence-transformers"
+
+
+def library_of(folder: Path) -> str | None:
+    """The library that the hub offers a folder's model with, where it is not the usual one."""
+    return RETRIEVER if (folder / "modules.json").is_file() else None
 
 
 def card(manifest: Mapping[str, Any], *, library: str | None = None) -> str:
@@ -58,7 +64,10 @@ def _front_matter(manifest: Mapping[str, Any], library: str, relation: str) -> s
     target = hub_id(_path(manifest, "target"))
     if target:
         lines += [f"base_model: {json.dumps(target)}", f"base_model_relation: {relation}"]
-    lines += ["tags:", *(f"- {tag}" for tag in ("gradfix", "task-vector", "model-merging")), "---", ""]
+    tags = ["gradfix", "task-vector", "model-merging"]
+    if library == RETRIEVER:
+        lines, tags = [*lines, "pipeline_tag: sentence-similarity"], [*tags, RETRIEVER]
+    lines += ["tags:", *(f"- {tag}" for tag in tags), "---", ""]
     return "\n".join(lines)
 
 

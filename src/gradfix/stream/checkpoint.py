@@ -27,7 +27,7 @@ from gradfix.checkpoints.write import refuse_inside, staged_folder, torch_dtype,
 from gradfix.errors import UnsafeResult, UsageError
 from gradfix.registry import unknown
 from gradfix.stream.ballot import Ballot, OpenVotes
-from gradfix.stream.card import card
+from gradfix.stream.card import card, library_of
 from gradfix.stream.pipeline import Content, Pipeline
 from gradfix.stream.updates import Counts, Difference, Mover, Ready, TiedUpdate, Update, total
 from gradfix.vectors.masks import USUAL_MASK
@@ -206,7 +206,7 @@ class _Pass:
             report = self._report(whole)
             details = {**(output.details or {}), **stream.details, **judged}
             content = {"format": 1, "kind": stream.kind, **self._manifest(report, details)}
-            (staging / "README.md").write_text(card(content), encoding="utf-8")
+            (staging / "README.md").write_text(card(content, library=library_of(staging)), encoding="utf-8")
             write_manifest(staging, content, written)
         return report
 

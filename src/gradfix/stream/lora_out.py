@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.checkpoints.adapter import peft_task
-from gradfix.checkpoints.folder import copy_side_files, versions
+from gradfix.checkpoints.folder import copy_adapter_files, versions
 from gradfix.checkpoints.hashes import file_hashes
 from gradfix.checkpoints.lora import factored_norm
 from gradfix.checkpoints.names import name_map
@@ -236,7 +236,7 @@ def save_lora(
         save_tensors(staging / "adapter_model.safetensors", tensors, {"format": "pt"})
         text = json.dumps(adapter, indent=2, sort_keys=True)
         (staging / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
-        copy_side_files(goal, staging)  # the config too: transformers may choose the tokenizer's class by it
+        copy_adapter_files(goal, staging)
         if output.extras is not None:
             output.extras(staging)
         content = {

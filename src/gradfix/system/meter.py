@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 GIB = 2**30
 EVERY_SECONDS = 0.25
 SOON_SECONDS = 2.0  # before that nobody asks how long it will take
+Heard = Callable[[int, int | None], None]
+_hearing: ContextVar[Heard | None] = ContextVar("who hears of training steps", default=None)
 
 
 def telling_more(say: Callable[[str], None]) -> Callable[[str], None]:
@@ -76,6 +80,42 @@ class Countdown:
         if spent < SOON_SECONDS or made <= 0 or done >= total:
             return ""
         return f", about {span((total - done) * spent / made)} left"
+
+
+@contextlib.contextmanager
+def steps_told(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
+    """Whatever trains inside says now and then which step it is at, and how long the rest takes."""
+    token = _hearing.set(_Steps(telling_more(say), clock))
+    try:
+        yield
+    finally:
+        _hearing.reset(token)
+
+
+def step_taken(done: int, total: int | None) -> None:
+    """A training step is over; nobody need be listening."""
+    heard = _hearing.get()
+    if heard is not None:
+        heard(done, total)
+
+
+class _Steps:
+    """Training after training: each begins at its first step. Short ones say nothing."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self.say, self.clock = say, clock
+        self._last, self._begun, self._said = math.inf, 0.0, 0.0
+        self._countdown = Countdown(say, clock)
+
+    def __call__(self, done: int, total: int | None) -> None:
+        now = self.clock()
+        if done <= self._last:
+            self._countdown, self._begun, self._said = Countdown(self.say, self.clock), now, now
+        self._last = done
+        line = f"training step {done}" if total is None else self._countdown.text("training step", done, total)
+        if now - self._begun >= SOON_SECONDS and now - self._said >= EVERY_SECONDS:
+            self._said = now
+            self.say(line)
 
 
 def span(seconds: float) -> str:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from gradfix import errors
 from gradfix.errors import GradfixError
+from gradfix.system.meter import telling_more
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 STARTED_HERE = "GRADFIX_GROUP_FILE"
@@ -166,10 +167,12 @@ def together(group: Group) -> Iterator[None]:
     raise _rebuilt(*told[0])
 
 
-def in_processes(work: Callable[[Any], Any], argument: Any, count: int, progress: Step | None = None) -> Any:
+def in_processes(
+    work: Callable[[Any], Any], argument: Any, count: int, progress: Callable[..., None] | None = None
+) -> Any:
     """Run `work(argument)` in `count` processes of one group and return what rank 0 returned.
 
-    `work` must be importable by name. It joins the group itself with `joined()` and may call `report`."""
+    `work` must be importable by name. It joins the group itself with `joined()`, and may call `report` or a `Relay`."""
     context: Any = multiprocessing.get_context(START)
     with tempfile.TemporaryDirectory(prefix="gradfix-group-") as folder:
         pipes: dict[Connection, int] = {}
@@ -205,6 +208,21 @@ def report(amount: int) -> None:
         parent.send(("progress", amount))
 
 
+class Relay:
+    """Stands where someone is told on the way: what the first process says is said in the one that started the group."""
+
+    def __call__(self, *said: Any) -> None:
+        self._send("said", said)
+
+    def update(self, text: str) -> None:
+        self._send("more", (text,))
+
+    def _send(self, kind: str, said: tuple[Any, ...]) -> None:
+        if os.environ.get("RANK") == "0":
+            for parent in _parents:
+                parent.send((kind, said))
+
+
 def _child(work: Callable[[Any], Any], argument: Any, pipe: Connection, place: Mapping[str, str]) -> None:
     os.environ |= place
     _parents.append(pipe)
@@ -220,7 +238,7 @@ def _child(work: Callable[[Any], Any], argument: Any, pipe: Connection, place: M
         pipe.send(("error", _told(error)))
 
 
-def _listen(pipes: dict[Connection, int], processes: list[Any], progress: Step | None) -> Any:
+def _listen(pipes: dict[Connection, int], processes: list[Any], progress: Callable[..., None] | None) -> Any:
     """Until all are done; the first error ends the job."""
     result = None
     open_pipes = dict(pipes)
@@ -238,6 +256,8 @@ def _listen(pipes: dict[Connection, int], processes: list[Any], progress: Step |
                 raise _rebuilt(*value) if killed is None else _lost(killed, processes)
             if kind == "progress" and progress is not None:
                 progress(value)
+            if kind in ("said", "more") and progress is not None:
+                (progress if kind == "said" else telling_more(progress))(*value)
             if kind in ("done", "left"):
                 result = value if rank == 0 else result
                 del open_pipes[pipe]

@@ -21,6 +21,7 @@ from torch.nn import functional
 from gradfix.checkpoints.open import resolve
 from gradfix.data.rows import Row, where
 from gradfix.errors import DataError
+from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import current
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Marks, Prompts, Task, by_length, settings_of
 from gradfix.tasks.encoders import TEXT_SCALE, TextEncoder
@@ -33,7 +34,9 @@ from gradfix.tasks.retrieval import (
     SPEARMAN,
     Searches,
     Text,
+    neighbours,
     refuse_equal,
+    refuse_itself,
     search,
     searches,
     spearman,
@@ -54,6 +57,8 @@ class Circle:
         for index, example in enumerate(examples):
             text, pair, label = (example.get(name) for name in ("text", "text_pair", "label"))
             if pair is not None:
+                if "grade" not in example:
+                    refuse_itself(example, index)
                 self.positives.setdefault(str(text), set()).add(str(pair))
             elif label is not None:
                 self.by_label.setdefault(str(label), []).append(str(text))
@@ -188,6 +193,13 @@ class EmbeddingBound(Bound):
         found = torch.cat(parts)
         return found[back.to(found.device)]
 
+    def nearest(self, texts: Sequence[str]) -> list[Example]:
+        """Each different text with those that this model finds `near` it: its answers, to be found again by another."""
+        words = list(dict.fromkeys(texts))
+        refuse_equal(words)
+        with torch.no_grad(), left_as_it_was(self.model):
+            return list(neighbours(words, self.vectors(self.model, [(PLAIN, text) for text in words])))
+
     def _near(self, model: nn.Module, batch: Batch) -> Tensor:
         """Cosines of each query with its candidates; hidden ones are minus infinity."""
         shape = batch["there"].shape
@@ -305,7 +317,7 @@ class EmbeddingBound(Bound):
 
     def save_extras(self, folder: Path) -> None:
         width = int(self.encoder.model.config.hidden_size)
-        write_sentences(folder, self.encoder.own, width, self.encoder.max_length)
+        write_sentences(folder, self.encoder.own, width, self.encoder.max_length, self.encoder.asked_pooling)
 
 
 def _contrast(members: Sequence[Example]) -> tuple[list[Text], Tensor]:

@@ -33,7 +33,7 @@ from gradfix.tasks.loading import (
     read_json,
 )
 from gradfix.tasks.reading import TokenLimit, column, longest, processed, tokenise
-from gradfix.tasks.sentences import pool, read_sentences
+from gradfix.tasks.sentences import pool, read_sentences, sent_through
 
 TEXT_SCALE = 20.0
 OPEN_CLIP_CONFIG = "open_clip_config.json"
@@ -83,6 +83,7 @@ class TextEncoder(Encoder):
 
         self.own = own = read_sentences(home.folder, pooling, base)
         self.pooling, self.prompt, self.lower, self.scale = own.pooling, own.prompt, own.lower, TEXT_SCALE
+        self.behind, self.asked_pooling = own.behind, pooling
         self.tokenizer = load_tokenizer(home)
         loaded = load_pretrained(AutoModel, home, optional=["pooler"])
         self.model, self.notes = loaded.model, loaded.notes
@@ -129,7 +130,7 @@ class TextEncoder(Encoder):
         elif self._hidden:
             mask = mask.clone()
             mask[:, : self._hidden] = 0
-        return pool(model(**inputs).last_hidden_state, mask, self.pooling)
+        return sent_through(pool(model(**inputs).last_hidden_state, mask, self.pooling), self.behind)
 
     def embed_prompts(self, prompts: Sequence[str]) -> Tensor:
         with torch.no_grad():

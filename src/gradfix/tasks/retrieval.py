@@ -7,7 +7,7 @@ out of its own ranking."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -60,12 +60,23 @@ class _Shelf:
 def searches(examples: Sequence[Mapping[str, object]], corpus: Sequence[Mapping[str, object]] = ()) -> Searches:
     """One search per example, over the texts of all of them and of `corpus`.
 
-    Texts with a label should find those with the same label; a pair's query its positive, and not its negatives."""
+    Texts with a label should find those with the same label; a pair's query its positive, and not its negatives; a text
+    with others `near` it, those."""
+    if any("near" in example for example in examples):
+        return _neighbours(examples)
     if any("grade" in example for example in examples):
         return _graded(examples)
     if any(example.get("text_pair") is not None for example in examples):
         return _paired(examples, corpus)
     return _labelled(examples, corpus)
+
+
+def _neighbours(examples: Sequence[Mapping[str, object]]) -> Searches:
+    """What another model finds, to be found again; every text is near others of the same set."""
+    shelf = _Shelf()
+    queries = [shelf.put(PLAIN, str(example["text"])) for example in examples]
+    wanted = [{shelf.put(PLAIN, text) for text in _listed(example, "near")} for example in examples]
+    return Searches(shelf.texts, queries, list(range(len(shelf.texts))), wanted)
 
 
 def _labelled(examples: Sequence[Mapping[str, object]], corpus: Sequence[Mapping[str, object]]) -> Searches:
@@ -95,23 +106,18 @@ def _paired(examples: Sequence[Mapping[str, object]], corpus: Sequence[Mapping[s
     for index, example in enumerate([*examples, *corpus]):
         if example.get("text_pair") is None:
             raise DataError(f"{where(example, index)}: there is no positive for this query. Give every row one.")
-        query, positive = str(example["text"]), str(example["text_pair"])
-        if query == positive:
-            raise DataError(
-                f"{where(example, index)}: the query and its positive are the same text word for word; a search that "
-                "finds itself says nothing. Remove the row."
-            )
-        place, right = shelf.put(QUERY, query), shelf.put(DOCUMENT, positive)
+        refuse_itself(example, index)
+        place, right = shelf.put(QUERY, str(example["text"])), shelf.put(DOCUMENT, str(example["text_pair"]))
         found.setdefault(place, set()).add(right)
-        documents |= {right, *(shelf.put(DOCUMENT, one) for one in _negatives(example))}
+        documents |= {right, *(shelf.put(DOCUMENT, one) for one in _listed(example, "negatives"))}
         if index < len(examples):
             queries.append(place)
     made = Searches(shelf.texts, queries, sorted(documents), [found[query] for query in queries])
     return _checked(made, examples)
 
 
-def _negatives(example: Mapping[str, object]) -> list[str]:
-    listed = example.get("negatives") or []
+def _listed(example: Mapping[str, object], name: str) -> list[str]:
+    listed = example.get(name) or []
     return [str(one) for one in listed] if isinstance(listed, (list, tuple)) else []
 
 
@@ -149,6 +155,14 @@ def _checked(made: Searches, examples: Sequence[Mapping[str, object]]) -> Search
             f"{lonely} of {len(made.wanted)} texts have no partner with their label; they are not searched for"
         )
     return replace(made, notes=tuple(notes))
+
+
+def refuse_itself(example: Mapping[str, object], index: int) -> None:
+    if str(example["text"]) == str(example["text_pair"]):
+        raise DataError(
+            f"{where(example, index)}: the query and its positive are the same text word for word; a search that "
+            "finds itself says nothing. Remove the row."
+        )
 
 
 def refuse_equal(texts: Sequence[str], what: str = "to tell apart") -> None:
@@ -191,6 +205,16 @@ def search(known: Searches, vectors: Tensor, temperature: float, others: Tensor 
     measures = {name: gains[:, place] for place, name in enumerate(names)}
     found = [known.corpus[c] if known.wanted[row] else -1 for row, c in enumerate(first.tolist())]
     return Found(measures, losses, found)
+
+
+def neighbours(words: Sequence[str], vectors: Tensor) -> Iterator[dict[str, object]]:
+    """Every text with the others nearest to it by its vector, as an example that `searches` understands."""
+    vectors, depth = vectors.double(), min(DEPTH, len(words) - 1)
+    for rows in torch.arange(len(words)).split(max(1, ROWS // len(words))):
+        near = vectors[rows.to(vectors.device)] @ vectors.T
+        near[torch.arange(len(rows)), rows] = -math.inf
+        for row, top in zip(rows.tolist(), near.topk(depth).indices.tolist(), strict=True):
+            yield {"text": words[row], "near": [words[place] for place in top]}
 
 
 def _marked(shape: torch.Size, columns: Sequence[Sequence[int]]) -> Tensor:

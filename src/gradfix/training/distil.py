@@ -189,8 +189,9 @@ def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, te
         return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
 
     training = Training(
-        trainable_weights(bound), lambda step: rate * _schedule(step, teaching.steps), diverged, betas=teaching.betas
-    )
+        trainable_weights(bound), lambda step: rate * _schedule(step, teaching.steps), diverged, steps=teaching.steps,
+        betas=teaching.betas,
+    )  # fmt: skip
     count = 0 if labelled is None else len(labelled["labels"])
     wanted = (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)
     shares = (min(wanted[0], count), min(wanted[1], len(lesson)))

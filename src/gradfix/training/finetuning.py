@@ -121,7 +121,9 @@ class _Run:
         micro_batch: int,
     ) -> None:
         self.bound, self.examples, self.recipe, self.micro_batch = bound, examples, recipe, micro_batch
-        self.training = Training(parameters, recipe.rate, _diverged, weight_decay=recipe.weight_decay, masters=True)
+        self.training = Training(
+            parameters, recipe.rate, _diverged, weight_decay=recipe.weight_decay, masters=True, steps=recipe.steps
+        )
 
     def step(self, step: int, rows: Sequence[int]) -> None:
         self.training.step(step, self._losses(step, rows))
@@ -193,7 +195,7 @@ def tune(
     def diverged(step: int, _: float) -> DataError:
         return DataError(f"few-shot fine-tuning at rate {rates(step):g} diverged in step {step + 1}.")
 
-    training = Training(trainable_weights(bound), rates, diverged)
+    training = Training(trainable_weights(bound), rates, diverged, steps=max(stops))
     order = draws(len(examples), min(batch, len(examples)), seed)
 
     def share(loss: Callable[[], Tensor], count: int) -> Tensor:

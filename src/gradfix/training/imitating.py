@@ -273,6 +273,7 @@ def imitate(
         diverged,
         betas=recipe.betas,
         masters=True,
+        steps=recipe.steps,
     )
     parts = (course.told, course.given, course.kept)
     sizes = [min(size, len(part)) for size, part in zip((recipe.batch, recipe.labelled, recipe.kept), parts)]

@@ -75,10 +75,7 @@ def keep_index(
     new: EmbeddingBound, old: EmbeddingBound, examples: Sequence[Example], test: Sequence[Example] = (), seed: int = 0
 ) -> OldIndex:
     """Learn the map on the examples' texts, and measure on `test` what it keeps. Both models come back as they were."""
-    texts = list(dict.fromkeys(text for example in examples for text in texts_of(example)))
-    refuse_equal([text for example in examples for _, text in texts_of(example)], "to learn a map from")
-    if len(texts) < FEWEST:
-        raise DataError(f"--keep-index learns a map from texts, and there are {len(texts)}: give {FEWEST} or more.")
+    texts = enough(examples)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()[:MOST]
     texts = [texts[place] for place in order]
     ours, theirs = (_embedded(side, texts) for side in (new, old))
@@ -88,6 +85,15 @@ def keep_index(
     kind = max(agreements, key=lambda name: agreements[name])  # of equals the orthogonal one
     matrix = MAPS[kind](ours, theirs)
     return OldIndex(matrix, kind.split()[0], len(texts), agreements[kind], _recall(new, old, matrix, test))
+
+
+def enough(examples: Sequence[Example]) -> list[tuple[str, str]]:
+    """The different texts of the examples; too few of them are refused, better before the lessons than after."""
+    refuse_equal([text for example in examples for _, text in texts_of(example)], "to learn a map from")
+    texts = list(dict.fromkeys(text for example in examples for text in texts_of(example)))
+    if len(texts) < FEWEST:
+        raise DataError(f"--keep-index learns a map from texts, and there are {len(texts)}: give {FEWEST} or more.")
+    return texts
 
 
 def orthogonal(ours: Tensor, theirs: Tensor) -> Tensor:

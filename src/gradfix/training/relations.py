@@ -309,7 +309,7 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
 
     training = Training(
         trainable_weights(bound), lambda step: warmed(step, rate, how.steps, max(1, how.steps // 10)), diverged,
-        betas=recipe.betas,
+        steps=how.steps, betas=recipe.betas,
     )  # fmt: skip
     count, known = len(lesson), lesson.labelled
     shares = (min(how.labelled, known), min(how.texts - min(how.labelled, known), count))

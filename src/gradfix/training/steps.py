@@ -20,6 +20,7 @@ from gradfix.checkpoints.slices import is_split, on_the_leader, split_like
 from gradfix.errors import GradfixError
 from gradfix.registry import Registry
 from gradfix.system import modules
+from gradfix.system.meter import step_taken
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound
 from gradfix.vectors.taskvector import TaskVector
@@ -66,7 +67,7 @@ def draws(count: int, size: int, seed: int) -> Iterator[list[int]]:
 
 
 class Training:
-    """Named parameters under AdamW. `rate` and `diverged` are told the step's number, counted from 0.
+    """Named parameters under AdamW. `rate` and `diverged` are told the step's number, counted from 0, of `steps` in all.
 
     A loss that is not finite raises what `diverged` makes of it. With `masters`, half-precision weights are stepped
     through float32 copies, because a step of 1e-5 rounds away in bfloat16."""
@@ -77,12 +78,13 @@ class Training:
         rate: Callable[[int], float],
         diverged: Callable[[int, float], GradfixError],
         *,
+        steps: int,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         masters: bool = False,
     ) -> None:
         exact = (torch.float32, torch.float64)
-        self.parameters, self.rate, self.diverged = parameters, rate, diverged
+        self.parameters, self.rate, self.diverged, self.steps = parameters, rate, diverged, steps
         self.masters = {
             name: nn.Parameter(p.detach().float()) if masters and p.dtype not in exact else p
             for name, p in parameters.items()
@@ -121,6 +123,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._publish()
+        step_taken(number + 1, self.steps)
         return whole
 
     @torch.no_grad()
@@ -285,6 +288,7 @@ class Played:
             self.rate.copy_(rates[place])
             self.play()
             losses[place].copy_(self.loss)
+        step_taken(first + len(steps), self.training.steps)
         odd = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if odd:
             raise self.training.diverged(first + odd[0], float(losses[odd[0]]))
