@@ -14,7 +14,7 @@ from gradfix.cli import run
 from gradfix.methods.verdicts import judge
 from gradfix.system.modules import restored
 from gradfix.tasks import TASKS
-from gradfix.tasks.phrases import spoken
+from gradfix.tasks.scoring import spoken
 from gradfix.training.asking import Asking, ask, prompts_of
 from gradfix.training.finetuning import finetune
 from gradfix.training.free_text import Speech, learn

@@ -11,7 +11,7 @@ from gradfix.data import load_data
 from gradfix.data.load import load_unlabelled
 from gradfix.errors import DataError, UsageError
 from gradfix.tasks import TASKS
-from gradfix.tasks.phrases import token_f1
+from gradfix.tasks.scoring import token_f1
 from gradfix.training.imitating import divergences
 from tests.tiny import save_tiny, write_rows
 

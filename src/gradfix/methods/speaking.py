@@ -22,8 +22,8 @@ from gradfix.methods.yardsticks import had
 from gradfix.system.modules import offloaded
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.loading import ADAPTER_CONFIG
-from gradfix.tasks.phrases import phrase_figures, spoken
 from gradfix.tasks.reading import AnswerBound, speaks
+from gradfix.tasks.scoring import phrase_figures, spoken
 from gradfix.training import best as recipes
 from gradfix.training.asking import Transcript, bare
 from gradfix.training.best import Best

@@ -1,15 +1,18 @@
-"""Score weights on labelled examples; the model is left as it was."""
+"""Score weights on labelled examples, the model left as it was; and answers in words: how much of them is what was meant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import string
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
-from gradfix.tasks.base import Batch, Bound
+from gradfix.tasks.base import Batch, Bound, Example
+from gradfix.tasks.reading import AnswerBound
 from gradfix.votes.engines.passes import Loss
 
 
@@ -32,3 +35,42 @@ def mean_loss(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
     with left_as_it_was(model), torch.no_grad():
         losses = torch.cat([loss(model, batch).double().cpu() for batch in batches])
     return float(losses.mean())
+
+
+def token_f1(said: str, meant: str) -> float:
+    """The harmonic mean of precision and recall over words; case and punctuation do not count."""
+    ours, theirs = (Counter(_words(text)) for text in (said, meant))
+    both = sum((ours & theirs).values())
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return 2 * both / (sum(ours.values()) + sum(theirs.values()))
+
+
+def _words(text: str) -> list[str]:
+    table = str.maketrans(string.punctuation, " " * len(string.punctuation))
+    return text.casefold().translate(table).split()
+
+
+def spoken(
+    bound: AnswerBound, model: nn.Module, examples: Sequence[Example], longest: int, batch: int = 16
+) -> list[str]:
+    """What the model answers by greedy decoding. A question that leaves less room for its answer is asked apart, so that
+    it cuts no other's."""
+    posed = [bound.posed(example, index) for index, example in enumerate(examples)]
+    rooms: dict[int, list[int]] = {}
+    for place, one in enumerate(posed):
+        rooms.setdefault(bound.room(one.question, longest)[1], []).append(place)
+    found = [""] * len(posed)
+    with left_as_it_was(model):
+        for places in (mine[first : first + batch] for mine in rooms.values() for first in range(0, len(mine), batch)):
+            said = bound.say(model, [posed[place] for place in places], longest)
+            for place, (tokens, _) in zip(places, said, strict=True):
+                found[place] = bound.spell(tokens)
+    return found
+
+
+def phrase_figures(said: Sequence[str], meant: Sequence[str]) -> dict[str, float]:
+    """The share of answers that are right to the letter, in percent, and the mean token F1."""
+    right = sum(one.strip() == other.strip() for one, other in zip(said, meant, strict=True))
+    shares = [token_f1(one, other) for one, other in zip(said, meant, strict=True)]
+    return {"generated_match": 100 * right / len(meant), "token_f1": sum(shares) / len(shares), "generated": len(meant)}

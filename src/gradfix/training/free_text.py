@@ -21,8 +21,8 @@ from gradfix.align.coordinates import Side, move
 from gradfix.errors import DataError, UsageError
 from gradfix.system.modules import device_room, offloaded, restored
 from gradfix.tasks.base import Batch, Bound, Example
-from gradfix.tasks.phrases import spoken
 from gradfix.tasks.reading import AnswerBound, speaks
+from gradfix.tasks.scoring import spoken
 from gradfix.training.asking import REFERENCE, Asking, Transcript, ask, prompts_of
 from gradfix.training.costs import Work
 from gradfix.training.distil import GENTLER, typical_size

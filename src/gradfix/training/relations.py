@@ -24,10 +24,10 @@ from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
 from gradfix.training.costs import Work
-from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, picked, take
+from gradfix.training.distil import ENOUGH, GENTLER, Batch, Layout, Teaching, in_stretches, take
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
-from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
+from gradfix.training.steps import Alike, Training, change, draws, take_steps, trainable_weights, warmed
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -341,22 +341,24 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
             places = rows.to(found.device)
             return [loss(found, places, torch.ones_like(places, dtype=torch.bool))]
 
-        def of_one_shape(rows: Tensor, once: Tensor) -> Tensor:
-            return loss(_embedded(bound, picked(lesson.inputs, rows)), rows, once)
+        def alike() -> Alike:
+            layout = Layout.of(lesson.inputs, drawn)
 
-        drawn = [
-            _drawn_once([*next(related), *(count - known + place for place in next(labelled))])
-            for _ in range(how.steps)
-        ]
+            def one(rows: Tensor, once: Tensor) -> Tensor:
+                return loss(layout.ask(rows, lambda part: bound.embed(bound.model, part)), rows, once)
+
+            return Alike([(rows, _first_of_each(rows)) for rows in layout.rows], one)
+
+        steps = zip(range(how.steps), related, labelled)
+        drawn = [torch.tensor(sorted([*some, *(count - known + place for place in few)])) for _, some, few in steps]
         with torch.enable_grad():
-            take_steps(training, drawn, ordinary, of_one_shape)
+            take_steps(training, [(rows, _first_of_each(rows)) for rows in drawn], ordinary, alike)
     return how.steps * sum(shares)
 
 
-def _drawn_once(rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The rows in order, and which of them are there for the first time."""
-    drawn = torch.tensor(sorted(rows))
-    return drawn, torch.cat([torch.tensor([True]), drawn[1:] != drawn[:-1]])
+def _first_of_each(rows: Tensor) -> Tensor:
+    """Which rows have not come before; equal ones stand together."""
+    return torch.cat([torch.tensor([True]), rows[1:] != rows[:-1]])
 
 
 def _embedded(bound: EmbeddingBound, batch: Batch) -> Tensor:

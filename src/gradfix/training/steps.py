@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -210,25 +211,34 @@ def take_steps(
     training: Training,
     rows: Sequence[Rows],
     ordinary: Callable[..., Iterable[Tensor | Callable[[], Tensor]]],
-    of_one_shape: Callable[..., Tensor],
+    alike: Callable[[], Alike] | None = None,
 ) -> None:
     """A step for each entry of `rows`, which says what it is about.
 
-    `ordinary(*rows)` gives the losses that `Training.step` takes. `of_one_shape(*rows)` is their sum, made so that shapes do not
-    change from step to step and the host reads no value: it may be recorded. Both may write to tensors that outlive a step."""
+    `ordinary(*rows)` gives the losses that `Training.step` takes; `alike` the same steps in a form that can be recorded."""
     first = len(rows)
-    if len(rows) >= LAUNCHED + WORTH and can_replay(training):
+    if alike is not None and len(rows) >= LAUNCHED + WORTH and can_replay(training):
         first = LAUNCHED
     for number in range(first):
         training.step(number, ordinary(*rows[number]))
-    if first == len(rows):
+    if alike is None or first == len(rows):
         return
-    played = _recorded(training, rows[first], of_one_shape)
+    played = _recorded(training, alike, first)
     if played is None:
         for number in range(first, len(rows)):
             training.step(number, ordinary(*rows[number]))
     else:
-        played.run(first, rows[first:])
+        played.run(first)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Steps whose shapes are the same and in which the host reads no value: `loss(*rows)` of each.
+
+    A loss may write to tensors that outlive its step."""
+
+    rows: Sequence[Rows]
+    loss: Callable[..., Tensor]
 
 
 def can_replay(training: Training) -> bool:
@@ -242,13 +252,14 @@ def _on_a_card(weight: Tensor) -> bool:
     return weight.device.type == "cuda" and not is_split(weight)
 
 
-def _recorded(training: Training, rows: Rows, of_one_shape: Callable[..., Tensor]) -> Played | None:
+def _recorded(training: Training, alike: Callable[[], Alike], first: int) -> Played | None:
     try:
-        device = next(iter(training.parameters.values())).device
-        own = tuple(row.to(device) for row in rows)
+        device, found = next(iter(training.parameters.values())).device, alike()
+        columns = tuple(torch.stack(column).to(device) for column in zip(*found.rows, strict=True))
+        own = tuple(column[first].clone() for column in columns)
         with torch.no_grad():
-            gains = modules.waits_for_launches(lambda: of_one_shape(*own))
-        return Played(training, own, of_one_shape) if gains else None
+            gains = modules.waits_for_launches(lambda: found.loss(*own))
+        return Played(training, own, columns, found.loss) if gains else None
     except Exception:  # whatever a model does that cannot be recorded, its steps can still be launched
         training.optimizer.zero_grad(set_to_none=True)
         return None
@@ -257,9 +268,9 @@ def _recorded(training: Training, rows: Rows, of_one_shape: Callable[..., Tensor
 class Played:
     """A recorded step. It reads its rows and its rate where they are written before every play."""
 
-    def __init__(self, training: Training, rows: Rows, of_one_shape: Callable[..., Tensor]) -> None:
-        self.training, self.rows = training, tuple(row.clone() for row in rows)
-        device = self.rows[0].device
+    def __init__(self, training: Training, own: Rows, columns: Rows, loss: Callable[..., Tensor]) -> None:
+        self.training, self.own, self.columns = training, own, columns
+        device = own[0].device
         self.rate, self.loss = torch.zeros((), device=device), torch.zeros((), device=device)
         optimizer = training.optimizer
         for state in optimizer.state.values():
@@ -268,27 +279,26 @@ class Played:
             settings |= {"capturable": device.type == "cuda", "lr": self.rate}
 
         def once() -> None:
-            loss = of_one_shape(*self.rows)
-            self.loss.copy_(loss.detach())
-            loss.backward()
+            value = loss(*own)
+            self.loss.copy_(value.detach())
+            value.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
         self.play = modules.capture(once)
 
-    def run(self, first: int, steps: Sequence[Rows]) -> None:
+    def run(self, first: int) -> None:
         """Play the steps from number `first` on; the host looks at their losses once, at the end."""
-        device = self.loss.device
-        told = [torch.stack(column).to(device) for column in zip(*steps, strict=True)]
-        rates = torch.tensor([self.training.rate(first + place) for place in range(len(steps))], device=device)
-        losses = torch.zeros(len(steps), device=device)
-        for place in range(len(steps)):
-            for own, column in zip(self.rows, told, strict=True):
-                own.copy_(column[place])
-            self.rate.copy_(rates[place])
+        steps, device = len(self.columns[0]), self.loss.device
+        rates = torch.tensor([self.training.rate(step) for step in range(steps)], device=device)
+        losses = torch.zeros(steps, device=device)
+        for step in range(first, steps):
+            for own, column in zip(self.own, self.columns, strict=True):
+                own.copy_(column[step])
+            self.rate.copy_(rates[step])
             self.play()
-            losses[place].copy_(self.loss)
-        step_taken(first + len(steps), self.training.steps)
+            losses[step].copy_(self.loss)
+        step_taken(steps, self.training.steps)
         odd = (~torch.isfinite(losses)).nonzero().flatten().tolist()
         if odd:
-            raise self.training.diverged(first + odd[0], float(losses[odd[0]]))
+            raise self.training.diverged(odd[0], float(losses[odd[0]]))
