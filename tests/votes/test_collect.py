@@ -158,3 +158,19 @@ def test_an_interrupted_vote_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert sum(seen) < 10
     assert resumed.count == whole.count
     assert all(torch.equal(resumed[n], whole[n]) for n in whole)
+
+
+def test_counts_of_one_sample_are_put_away_and_brought_back() -> None:
+    parameters = {"a": torch.nn.Parameter(torch.zeros(7, 31)), "b": torch.nn.Parameter(torch.zeros(3))}
+    tally = Tally(parameters)
+    tally.reserve(1)
+    counts = {
+        name: torch.randint(-1, 2, p.shape, generator=torch.Generator().manual_seed(2))
+        for name, p in parameters.items()
+    }
+    for name, count in counts.items():
+        tally[name].copy_(count)
+    tally.put_away()
+    assert sum(shelf.counts.numel() for shelf in tally._shelves) * 4 == sum(shelf.size for shelf in tally._shelves)
+    tally.bring_back()
+    assert all(torch.equal(tally[name].long(), count) for name, count in counts.items())

@@ -29,7 +29,7 @@ from gradfix.votes.engines.auto import (
     ends,
     fold_checked,
     fold_hoped,
-    held_copy,
+    held,
     hope,
     remember,
     remembered,
@@ -56,6 +56,7 @@ class InMemory(VoteRun[SignVotes]):
         self.engine: Engine | None = None if engine == "auto" else ENGINES[engine]
         self._first: _FirstBatch | None = None
         self._hoped: _Hoped | None = None
+        self.stay = isinstance(batches, (list, tuple))  # a loader may write its next batch over the last one
 
     def key(self, identity: str) -> str:
         return vote_key(self.model, "majority", self.asked, identity)
@@ -121,7 +122,7 @@ class InMemory(VoteRun[SignVotes]):
     def _launched(self, step: VoteStep) -> bool:
         """Whether the step is the first, or follows it, and was folded in hope."""
         first, hoped = self._first, self._hoped
-        kept = None if first is None and hoped is None else held_copy(step.batch, self.tally)
+        kept = None if first is None and hoped is None else held(step.batch, self.tally, self.stay)
         if kept is None:
             return False
         if hoped is None:

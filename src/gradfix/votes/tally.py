@@ -111,6 +111,24 @@ class Tally:
         self.apart.clear()
         torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
 
+    def put_away(self) -> None:
+        """Keep the counts of one sample (-1, 0 or 1) in a fourth of their room until `bring_back`."""
+        for shelf in self._shelves:
+            parts = shelf.counts.add_(1).view(torch.uint8).view(4, -1)
+            shelf.counts = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
+        self._buffers = {}
+
+    def bring_back(self) -> None:
+        for shelf in self._shelves:
+            parts = torch.stack([shelf.counts >> place & 3 for place in (0, 2, 4, 6)])
+            self._buffers |= shelf.fill(parts.view(-1).view(torch.int8).sub_(1))
+
+    def let_go(self) -> None:
+        """Of the counts; who they were of is still known."""
+        self._buffers = {}
+        for shelf in self._shelves:
+            shelf.counts = torch.empty(0)
+
     def told(self) -> list[str]:
         """What was not done in one pass, in words."""
         notes = [f"{samples} samples are voted on one at a time: {why}." for why, samples in self.looped.items()]

@@ -139,6 +139,7 @@ class Hope:
         trial = _trial(tally, 1)
         self.asked = replace(asked, spot=SpotCheck(trial, (size - 1,)))
         self.learned = learn(self.asked)
+        trial.put_away()  # it is not needed before the check, and passes come in between
         self.choice = _trusted((_peak(tally) - held) / size, size, tally)
         self.compared = LoopCheck(trial, self.learned.plan.dtype)
         self.finite: list[Callable[[], list[list[Any]]]] = []  # of those that followed
@@ -182,11 +183,14 @@ class Hope:
 
     def _ask(self) -> None:
         """The last sample's votes by the loop, and all that the device is to tell."""
+        trial = self.compared.trial
+        trial.bring_back()
         with one_sample(self.asked.model):
             self.compared.take_back(self.lone[-1])
         self.lone[-1] = self.lone[-1].detach()[None]
         again = torch.cat([*self.again, *self.lone])
         self.told = values_later([*self.compared.questions(), *self.learned.questions(again)])
+        trial.let_go()
 
     def _verdict(self) -> ChosenEngine | None:
         try:
@@ -205,13 +209,13 @@ class Hope:
         return None
 
 
-def held_copy(batch: Batch, tally: Tally) -> Batch | None:
-    """The batch as it is now, to be voted on again whatever its owner does to it; None where nothing is won by that."""
+def held(batch: Batch, tally: Tally, stays: bool) -> Batch | None:
+    """The batch as it is now, to be voted on again; a copy unless it `stays` as it is. None where nothing is won by that."""
     leaves = leaves_of(batch)
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)} | {tally.device}
     if not all(map(works_alongside, devices)) or not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return None
-    return map_tensors(copy_of, batch)
+    return batch if stays else map_tensors(copy_of, batch)
 
 
 def works_alongside(device: torch.device) -> bool:

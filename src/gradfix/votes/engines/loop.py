@@ -156,7 +156,7 @@ class LoopCheck:
         for name, (left, untold) in counts.items():
             if self.heights.get(name, scale) <= self.of_all * scale:
                 continue
-            count = self.trial[name].numel() - untold
+            count = self.trial.parameters[name].numel() - untold
             share = (left - untold) / max(count, 1)
             # One flipped sign of a tiny tensor is no verdict.
             if share > max(self.allowed, 2 / max(count, 1)):
