@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradfix import collect_votes
 from gradfix.errors import DataError
-from gradfix.votes import collect as collecting
+from gradfix.votes import collect as collecting, tally
 from gradfix.votes.batched import forms, kernels
 from gradfix.votes.engines import auto
 from gradfix.votes.resume import PartialVote
@@ -304,3 +305,30 @@ def test_only_batches_that_can_be_kept_are_run_ahead(alongside: None, monkeypatc
     assert not begun
     collect_votes(couple(), image_loss, [{**batch, "own": "text"} for batch in batches_of(3)])
     assert len(begun) == 1
+
+
+def test_counts_that_were_widened_are_let_go(monkeypatch: pytest.MonkeyPatch, alongside: None) -> None:
+    """Small weights are counted together at the end of a pass, through views of what all weights share."""
+    monkeypatch.setattr(tally, "lies_with_others", lambda parameter: True)
+    monkeypatch.setattr(kernels, "sees", lambda tensor: True)
+    monkeypatch.setattr(
+        kernels, "fold_rows", lambda values, votes: [forms.Dense(one).fold(own) for one, own in zip(values, votes)]
+    )
+    held: list[set[tuple[torch.dtype, int]]] = []
+    model = couple()
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        counts = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype in (torch.int8, torch.int16)]
+        held.append(
+            {(t.dtype, t.untyped_storage().data_ptr()) for t in counts if t.untyped_storage().nbytes() >= SHELF}
+        )
+        return image_loss(model, batch)
+
+    batches = batches_of(8, samples=100)
+    gc.collect()
+    collect_votes(model, loss, batches)
+    for passed in held[2:]:  # the first look and the first pass come before
+        assert not [kind for kind, _ in passed if kind is torch.int8]
+
+
+SHELF = 256  # bytes of the smallest one

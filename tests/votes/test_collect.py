@@ -9,6 +9,7 @@ from torch import nn
 import gradfix
 from gradfix.errors import DataError, UnsafeResult, UsageError
 from gradfix.votes.engines.passes import take
+from gradfix.votes.tally import Tally
 from tests.oracle import naive_votes
 from tests.votes.models import CASES, analytically_zero, case
 

@@ -276,7 +276,7 @@ class Played:
         for state in optimizer.state.values():
             state["step"] = state["step"].to(device)
         for settings in optimizer.param_groups:
-            settings |= {"capturable": device.type == "cuda", "lr": self.rate}
+            settings |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "lr": self.rate}
 
         def once() -> None:
             value = loss(*own)

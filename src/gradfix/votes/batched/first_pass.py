@@ -78,6 +78,7 @@ class LearningWatch(VotingWatch):
         super().forget()
         self.in_place.clear()
         self.numbers.clear()
+        self.small.clear()  # its views would keep counts that a wider tally has left behind
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
