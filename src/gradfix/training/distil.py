@@ -23,10 +23,10 @@ from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
 from gradfix.system.modules import left_as_it_was
 from gradfix.system.processes import current
-from gradfix.tasks.base import Bound, Task, alike, computes_padding
+from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
-from gradfix.training.steps import Alike, Training, draws, take_steps, trainable_weights
+from gradfix.training.steps import Training, draws, take_steps, trainable_weights
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 
@@ -156,7 +156,7 @@ def in_stretches(model: nn.Module, batch: Batch, ask: Callable[[dict[str, Tensor
     parts: list[list[int]] = []
     if "attention_mask" in batch and computes_padding(model):
         lengths = batch["attention_mask"].sum(-1).reshape(len(batch["attention_mask"]), -1)
-        parts = alike((lengths.amax(1) * lengths.shape[1]).tolist())
+        parts = of_like_length((lengths.amax(1) * lengths.shape[1]).tolist())
     if len(parts) < 2:
         return ask(dict(batch))
     places = [torch.tensor(part) for part in parts]
@@ -202,74 +202,19 @@ def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, te
         seen = take(labelled, known) if labelled is not None else None
         return _losses(bound, seen, lesson.take(asked) if len(lesson) else None, weight, teaching.temperature)
 
+    def alike(known: Tensor, asked: Tensor) -> Tensor:
+        seen = picked(labelled, known) if labelled is not None else None
+        told = Lesson(picked(lesson.inputs, asked), lesson.answers[asked]) if len(lesson) else None
+        return _loss(bound, seen, told, weight, teaching.temperature)
+
     rows = [(_whole(next(known)), _whole(next(asked))) for _ in range(teaching.steps)]
     with left_as_it_was(bound.model), torch.enable_grad():
-        alike = partial(_alike, bound, labelled, lesson, rows, weight, teaching.temperature) if len(lesson) else None
         take_steps(training, rows, ordinary, alike)
     return teaching.steps * sum(shares)
 
 
 def _whole(rows: Sequence[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.long)
-
-
-def _alike(
-    bound: Bound,
-    labelled: Batch | None,
-    lesson: Lesson,
-    rows: Sequence[tuple[Tensor, Tensor]],
-    weight: float,
-    temperature: float,
-) -> Alike:
-    """The steps as they can be recorded: all samples in one pool, known ones first, and rows of it."""
-    pool = dict(lesson.inputs) if labelled is None else join(labelled, lesson.inputs)
-    count = len(pool["labels"]) - len(lesson)
-    answers = functional.pad(lesson.answers, (0, 0, count, 0))
-    sizes = [max(len(part), 1) for part in rows[0]]
-    shares = torch.full((len(answers),), 1 / sizes[1], device=answers.device)
-    shares[:count] = weight / sizes[0]
-    layout = Layout.of(pool, [torch.cat([known, count + asked]) for known, asked in rows])
-
-    def loss(places: Tensor) -> Tensor:
-        found = layout.ask(places, lambda part: bound.logits(bound.model, part))
-        right = functional.cross_entropy(found, pool["labels"][places], reduction="none")
-        like = divergence(found, answers[places].to(found), temperature)
-        return (torch.where(places < count, right, like) * shares[places]).sum()
-
-    return Alike([(places,) for places in layout.rows], loss)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Rows of a batch for steps of one shape: short texts first, and the first `short` of every step in `narrow` tokens."""
-
-    batch: Batch
-    rows: list[Tensor]
-    short: int = 0
-    narrow: int = 0
-
-    @classmethod
-    def of(cls, batch: Batch, rows: Sequence[Tensor]) -> Layout:
-        """The cut that leaves the least padding over all steps."""
-        mask = batch.get("attention_mask")
-        if mask is None:
-            return cls(batch, list(rows))
-        seen = mask.bool().flatten(1, -2).any(1) if mask.dim() > 2 else mask.bool()
-        ends = (seen * torch.arange(1, mask.shape[-1] + 1, device=mask.device)).amax(1).cpu()
-        rows = [row[ends[row].argsort(stable=True)] for row in rows]
-        needed = torch.stack([ends[row] for row in rows]).amax(0).cummax(0).values.tolist()
-        count, wide = len(needed), mask.shape[-1]
-        short = min(range(count), key=lambda cut: (cut * needed[cut - 1] if cut else 0) + (count - cut) * wide)
-        return cls(batch, rows, short, needed[short - 1] if short else 0)
-
-    def ask(self, places: Tensor, ask: Callable[[dict[str, Tensor]], Tensor]) -> Tensor:
-        """What is asked of these rows, in their order."""
-        if not self.short:
-            return ask(picked(self.batch, places))
-        first = picked(self.batch, places[: self.short])
-        shape = first["attention_mask"].shape
-        first = {n: t[..., : self.narrow] if t.shape == shape else t for n, t in first.items()}
-        return torch.cat([ask(first), ask(picked(self.batch, places[self.short :]))])
 
 
 def _losses(

@@ -24,10 +24,10 @@ from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
 from gradfix.training.costs import Work
-from gradfix.training.distil import ENOUGH, GENTLER, Batch, Layout, Teaching, in_stretches, take
+from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, picked, take
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
-from gradfix.training.steps import Alike, Training, change, draws, take_steps, trainable_weights, warmed
+from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -341,13 +341,8 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
             places = rows.to(found.device)
             return [loss(found, places, torch.ones_like(places, dtype=torch.bool))]
 
-        def alike() -> Alike:
-            layout = Layout.of(lesson.inputs, drawn)
-
-            def one(rows: Tensor, once: Tensor) -> Tensor:
-                return loss(layout.ask(rows, lambda part: bound.embed(bound.model, part)), rows, once)
-
-            return Alike([(rows, _first_of_each(rows)) for rows in layout.rows], one)
+        def alike(rows: Tensor, once: Tensor) -> Tensor:
+            return loss(bound.embed(bound.model, picked(lesson.inputs, rows)), rows, once)
 
         steps = zip(range(how.steps), related, labelled)
         drawn = [torch.tensor(sorted([*some, *(count - known + place for place in few)])) for _, some, few in steps]

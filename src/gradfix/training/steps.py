@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -211,34 +210,21 @@ def take_steps(
     training: Training,
     rows: Sequence[Rows],
     ordinary: Callable[..., Iterable[Tensor | Callable[[], Tensor]]],
-    alike: Callable[[], Alike] | None = None,
+    alike: Callable[..., Tensor],
 ) -> None:
     """A step for each entry of `rows`, which says what it is about.
 
-    `ordinary(*rows)` gives the losses that `Training.step` takes; `alike` the same steps in a form that can be recorded."""
-    first = len(rows)
-    if alike is not None and len(rows) >= LAUNCHED + WORTH and can_replay(training):
-        first = LAUNCHED
-    for number in range(first):
+    `ordinary(*rows)` gives the losses that `Training.step` takes. `alike(*rows)` is their sum, made so that shapes do not change
+    from step to step and the host reads no value: it may be recorded. Both may write to tensors that outlive a step."""
+    launched = LAUNCHED if len(rows) >= LAUNCHED + WORTH and can_replay(training) else len(rows)
+    for number in range(launched):
         training.step(number, ordinary(*rows[number]))
-    if alike is None or first == len(rows):
+    played = _recorded(training, rows, launched, alike) if launched < len(rows) else None
+    if played is not None:
+        played.run(launched)
         return
-    played = _recorded(training, alike, first)
-    if played is None:
-        for number in range(first, len(rows)):
-            training.step(number, ordinary(*rows[number]))
-    else:
-        played.run(first)
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Steps whose shapes are the same and in which the host reads no value: `loss(*rows)` of each.
-
-    A loss may write to tensors that outlive its step."""
-
-    rows: Sequence[Rows]
-    loss: Callable[..., Tensor]
+    for number in range(launched, len(rows)):
+        training.step(number, ordinary(*rows[number]))
 
 
 def can_replay(training: Training) -> bool:
@@ -252,14 +238,14 @@ def _on_a_card(weight: Tensor) -> bool:
     return weight.device.type == "cuda" and not is_split(weight)
 
 
-def _recorded(training: Training, alike: Callable[[], Alike], first: int) -> Played | None:
+def _recorded(training: Training, rows: Sequence[Rows], first: int, alike: Callable[..., Tensor]) -> Played | None:
     try:
-        device, found = next(iter(training.parameters.values())).device, alike()
-        columns = tuple(torch.stack(column).to(device) for column in zip(*found.rows, strict=True))
+        device = next(iter(training.parameters.values())).device
+        columns = tuple(torch.stack(column).to(device) for column in zip(*rows, strict=True))
         own = tuple(column[first].clone() for column in columns)
         with torch.no_grad():
-            gains = modules.waits_for_launches(lambda: found.loss(*own))
-        return Played(training, own, columns, found.loss) if gains else None
+            gains = modules.waits_for_launches(lambda: alike(*own))
+        return Played(training, own, columns, alike) if gains else None
     except Exception:  # whatever a model does that cannot be recorded, its steps can still be launched
         training.optimizer.zero_grad(set_to_none=True)
         return None
