@@ -9,8 +9,9 @@ import torch
 import transformers as hf
 
 from gradfix.align.coordinates import OUTSIDES, Side, move
-from gradfix.align.correspondence import correspond, depth_rule
+from gradfix.align.correspondence import Correspondence, correspond, depth_rule
 from gradfix.align.pairing import _by_decomposition, _by_products, polar, side_by_side
+from gradfix.errors import CorruptInput
 from gradfix.vectors.taskvector import TaskVector
 from tests.align.symmetry import random_alignment
 
@@ -182,6 +183,20 @@ def test_the_hash_tells_correspondences_apart():
     one = correspond(shapes(bert()), shapes(bert(1)))
     assert one.hash == correspond(shapes(bert(2)), shapes(bert(3))).hash
     assert one.hash != correspond(shapes(bert()), shapes(bert(1, num_hidden_layers=3))).hash
+
+
+def test_a_saved_correspondence_is_the_one_that_was_found(tmp_path):
+    found = correspond(shapes(bert()), shapes(bert(1, num_hidden_layers=3)))
+    found.save(tmp_path / "what.json")
+    again = Correspondence.load(tmp_path / "what.json")
+    assert again == found and again.hash == found.hash
+    text = (tmp_path / "what.json").read_text()
+    (tmp_path / "what.json").write_text(text.replace('"role": "q"', '"role": "k"', 1))
+    with pytest.raises(CorruptInput, match="changed after it was written"):
+        Correspondence.load(tmp_path / "what.json")
+    (tmp_path / "what.json").write_text("[]")
+    with pytest.raises(CorruptInput, match="no correspondence"):
+        Correspondence.load(tmp_path / "what.json")
 
 
 def test_token_rows_follow_their_tokens():

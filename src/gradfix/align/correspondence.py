@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor
 
 from gradfix.align.roles import Anatomy, Part, Shapes, anatomy, read
 from gradfix.checkpoints.matched import TOKEN_TABLE, is_output_table
-from gradfix.errors import IncompatibleCheckpoints
+from gradfix.checkpoints.write import write_text
+from gradfix.errors import CorruptInput, IncompatibleCheckpoints
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,29 @@ class Correspondence:
             },
         }
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As a JSON file with its hash, which `load` holds it to; the bases themselves are not in it."""
+        write_text(Path(path), json.dumps({"hash": self.hash, **self.as_json()}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Correspondence:
+        """From a file of `save`, or from what `gradfix inspect --json` says of a correspondence."""
+        try:
+            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            told = told.get("correspondence", told)
+            found = cls(
+                {tower: tuple((int(i), int(j)) for i, j in pairs) for tower, pairs in told["layers"].items()},
+                tuple(LinearPair(_part(e["target"]), _part(e["source"]), e["scale"]) for e in told["linear"]),
+                tuple(Same(**entry) for entry in told["same"]),
+                tuple(Table(**entry) for entry in told["tables"]),
+                tuple(Nothing(**entry) for entry in told["nothing"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptInput(f"{path} is no correspondence ({type(error).__name__}: {error}).") from None
+        if found.hash != told.get("hash"):
+            raise CorruptInput(f"{path} was changed after it was written: its hash is another one. Make it again.")
+        return found
+
     @property
     def hash(self) -> str:
         """Equal for equal correspondences, whatever machine they were found on."""
@@ -121,6 +147,10 @@ class Correspondence:
     def empty(self) -> bool:
         """Nothing of the base's change can be placed: only its answers can be handed on."""
         return not (self.linear or self.same or self.tables)
+
+
+def _part(told: Mapping[str, Any]) -> Part:
+    return Part(**{**told, "span": None if told["span"] is None else tuple(told["span"])})
 
 
 def depth_rule(source: int, target: int) -> list[tuple[int, int, float]]:
