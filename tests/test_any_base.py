@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 
 import gradfix
+from gradfix.align.correspondence import Correspondence
 from gradfix.checkpoints.trio import Trio
 from gradfix.commands.configs import InspectConfig, TransportConfig
 from gradfix.commands.inspect import run_inspect
@@ -27,7 +28,6 @@ from gradfix.tasks.classification import Classification
 from gradfix.tasks.scoring import evaluate
 from gradfix.tasks.zero_shot import ZeroShot
 from gradfix.training.finetuning import finetune
-from tests.adapters import load, train_adapter
 from tests.tiny import _BERT, TEXT_LABELS, save_tiny, save_tokenizer, toy_texts, write_rows
 
 LABELS = {label: label for label in TEXT_LABELS}
@@ -113,12 +113,13 @@ def test_compare_leaves_out_what_needs_matching_weights(world: Path) -> None:
     assert any("naive was left out" in note and "--method best" in note for note in results.notes)
 
 
-def test_inspect_says_what_answers_to_what(world: Path) -> None:
+def test_inspect_says_what_answers_to_what(world: Path, tmp_path: Path) -> None:
     found = run_inspect(InspectConfig(checkpoints=tuple(str(world / n) for n in ("base", "tuned", "deeper"))))
     assert "layers (target <- base): 0 <- 0, 1 <- 0, 2 <- 1, 3 <- 1" in found.correspondence["says"]
     assert any("what answers to what" in title for title, _, _ in found.tables(False))
     assert any("another shape" in note for note in found.notes)
-    assert json.dumps(found.as_json())
+    (tmp_path / "what.json").write_text(json.dumps(found.as_json()))
+    assert Correspondence.load(tmp_path / "what.json").hash == found.correspondence["hash"]
 
 
 def test_the_teacher_alone_needs_no_labels(world: Path, tmp_path: Path) -> None:
@@ -165,11 +166,25 @@ def test_tiny_family_is_still_one_shape(tmp_path: Path) -> None:
 
 
 def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
-    train_adapter(load(world / "base", ""), tmp_path / "adapter", target_modules=["query", "value"])
-    config = asked(world, "wider", tmp_path / "out", method="best")
-    run_transport(replace(config, tuned=str(tmp_path / "adapter")))
+    from peft import LoraConfig, get_peft_model
+
+    bound = ZeroShot(LABELS).open(world / "base")
+    tuned = get_peft_model(bound.model, LoraConfig(r=8, lora_alpha=16, target_modules=["query", "value", "dense"]))
+    optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
+    for batch in bound.batches(toy_texts(480, 1), 16):
+        bound.loss(tuned.base_model.model, batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tuned.save_pretrained(tmp_path / "adapter")
+    config = asked(world, "wider", tmp_path / "out", method="best", unlabelled=str(world / "more.jsonl"))
+    result = run_transport(replace(config, tuned=str(tmp_path / "adapter")))
     manifest = json.loads((tmp_path / "out" / "gradfix.json").read_text())
     assert "coordinates" in manifest["details"]["starts"]
+    moved = ZeroShot(LABELS).open(tmp_path / "out", head_from=world / "wider")
+    found = evaluate(moved.model, moved, moved.scoring_batches(load_data(world / "data").splits["test"]))
+    assert result.test_before is not None and result.test_after is not None
+    assert found["accuracy"] == pytest.approx(result.test_after["accuracy"])
+    assert found["accuracy"] >= result.test_before["accuracy"] + 20
 
 
 @pytest.mark.parametrize("order", ["plain", "mask_then_merge"])
