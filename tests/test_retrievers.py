@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from gradfix.data import load_data
 from gradfix.methods.results import Results
 from gradfix.tasks.embedding import EmbeddingBound, EmbeddingTask
 from gradfix.tasks.scoring import evaluate
+from gradfix.training import relations
 from gradfix.training.oldindex import agreement, keep_index, linear, orthogonal
 from gradfix.training.relations import Relations, divergences, gone_on, rotation, sharpness
 from tests.stage import setup
@@ -37,6 +39,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(home)
     return home
+
+
+@pytest.fixture
+def short_relations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where learning is not the question."""
+    monkeypatch.setattr(relations, "Relating", partial(relations.Relating, steps=20))
 
 
 def transport(*words: object, code: int = 0) -> None:
@@ -92,6 +100,7 @@ def test_the_map_is_the_module(here: Path) -> None:
     torch.testing.assert_close(torch.as_tensor(model.encode(texts)), plain @ matrix.T, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("short_relations")
 def test_what_the_new_base_says_of_itself_stays(here: Path) -> None:
     target = sentence_folder(here / "e5-like", {**flags("cls"), "include_prompt": True})
     about = {"prompts": {"query": "query: ", "passage": "passage: "}}
@@ -132,6 +141,7 @@ def test_another_width_and_depth_is_no_hindrance(here: Path) -> None:
     assert load_file("wide/keep_index.safetensors")["map"].shape == (32, 40)
 
 
+@pytest.mark.usefixtures("short_relations")
 def test_an_adapter_comes_out_without_labels(here: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModel
@@ -153,6 +163,7 @@ def test_an_adapter_comes_out_without_labels(here: Path) -> None:
     torch.testing.assert_close(torch.nn.functional.normalize(vectors, dim=-1), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("short_relations")
 def test_without_labels_the_old_models_neighbours_choose(here: Path) -> None:
     words = ["compare", "--base", "minilm", "--tuned", "minilm-support", "--target", "new-base", "--task", "embedding",
              "--data", "questions", "--shots", "0", "--unlabelled", "texts.jsonl", "--methods", "naive", "bico", "best",

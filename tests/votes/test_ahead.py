@@ -314,21 +314,24 @@ def test_counts_that_were_widened_are_let_go(monkeypatch: pytest.MonkeyPatch, al
     monkeypatch.setattr(
         kernels, "fold_rows", lambda values, votes: [forms.Dense(one).fold(own) for one, own in zip(values, votes)]
     )
-    held: list[set[tuple[torch.dtype, int]]] = []
-    model = couple()
+    held: list[set[int]] = []
+    model, batches = couple(), batches_of(8, samples=100)
+
+    def narrow() -> set[int]:
+        """Where counts of eight bits lie."""
+        found = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype is torch.int8]
+        return {t.untyped_storage().data_ptr() for t in found if t.untyped_storage().nbytes() >= SHELF}
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        counts = [t for t in gc.get_objects() if isinstance(t, Tensor) and t.dtype in (torch.int8, torch.int16)]
-        held.append(
-            {(t.dtype, t.untyped_storage().data_ptr()) for t in counts if t.untyped_storage().nbytes() >= SHELF}
-        )
+        held.append(narrow())
         return image_loss(model, batch)
 
-    batches = batches_of(8, samples=100)
     gc.collect()
+    others = narrow()  # of other tests
     collect_votes(model, loss, batches)
+    assert held[1] - others
     for passed in held[2:]:  # the first look and the first pass come before
-        assert not [kind for kind, _ in passed if kind is torch.int8]
+        assert not passed - others
 
 
 SHELF = 256  # bytes of the smallest one
