@@ -66,7 +66,8 @@ def _dispatch(argv: list[str]) -> int:
     from gradfix.cli.options import expand_lists
 
     kind = next((COMMANDS[word][0] for word in argv if word in COMMANDS), None)
-    parser = build(explained=kind if {"-h", "--help"} & set(argv) else None)
+    asked = argv[:1] if argv and argv[0] in COMMANDS else list(COMMANDS)
+    parser = build(asked, explained=kind if {"-h", "--help"} & set(argv) else None)
     code = int(parser(args=expand_lists(argv, kind), standalone_mode=False, prog_name="gradfix") or 0)
     if code == INTERRUPTED:  # the parser turns Ctrl-C into a silent exit code
         raise KeyboardInterrupt

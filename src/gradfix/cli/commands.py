@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,10 @@ from gradfix.errors import UsageError
 ABOUT = "Move a fine-tune onto the next release of its base model with a handful of labelled examples."
 
 
-def build(explained: type[Any] | None = None) -> typer.Typer:
-    """The parser of all commands; the options of the `explained` one list the names they may take."""
+def build(asked: Iterable[str], explained: type[Any] | None = None) -> typer.Typer:
+    """The parser of these commands; the options of the `explained` one list the names they may take.
+
+    All commands have some 400 options together: a parser of the one that was asked for is there at once."""
     app = typer.Typer(
         name="gradfix",
         help=ABOUT,
@@ -29,7 +31,8 @@ def build(explained: type[Any] | None = None) -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(help=ABOUT)(_root)
-    for name, (kind, body) in COMMANDS.items():
+    for name in asked:
+        kind, body = COMMANDS[name]
         app.command(name, cls=GroupedCommand, help=kind.__doc__)(command(kind, body, explained=kind is explained))
     return app
 
