@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import os
 
@@ -37,6 +38,13 @@ settings.load_profile("gradfix")
 def _others_are_forked_from_here() -> None:
     """Begun where `tests` can be imported; tests go elsewhere."""
     multiprocessing.forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_imported_is_no_garbage() -> None:
+    """A million objects of torch and transformers are not looked through again in every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

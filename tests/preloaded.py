@@ -1,4 +1,8 @@
-"""What the process imports that others are forked from (see conftest)."""
+"""What the process imports that others are forked from (see conftest).
+
+It is all frozen: a collection in a child would write to, and so copy, every page that the parent shares."""
+
+import gc
 
 from gradfix._compat import heal_torchvision
 
@@ -12,3 +16,6 @@ import gradfix.commands.compare  # noqa: E402
 import gradfix.commands.finetune  # noqa: E402
 import gradfix.commands.transport  # noqa: E402
 import gradfix.votes.distributed.build  # noqa: E402, F401
+
+gc.collect()
+gc.freeze()

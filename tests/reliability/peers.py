@@ -7,6 +7,7 @@ other two, gradfix lends no more than its repair of a mismatched torchvision."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -329,6 +330,7 @@ def main(tool: str, folder: Path) -> dict[str, Any]:
         import mergekit.merge  # noqa: F401
     torch.set_num_threads(1)
     build(folder / "models")
+    gc.freeze()  # a collection in a child would copy every page that it shares
     home = folder / "case"
     results: dict[str, Any] = {}
     for name, damage in {"nothing wrong": lambda _: None, **FAULTS}.items():

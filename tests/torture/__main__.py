@@ -46,10 +46,9 @@ def prepare() -> None:
     """Import everything the children need once, before the first fork; compute nothing here."""
     import torch
 
-    from gradfix._compat import heal_torchvision
+    import tests.preloaded  # noqa: F401
 
     torch.set_num_threads(1)
-    heal_torchvision()
 
 
 def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import time
@@ -39,11 +40,12 @@ class Kind:
 def damaged_states(home: Path, count: int, world: World) -> Series:
     began = time.time()
     left: list[tuple[Kind, dict[str, str], Path]] = []
-    for kind in _kinds(home / "states", world):
+    kinds = _kinds(home / "states", world)[:count]
+    for kind in kinds:
         whole = _undisturbed(kind)
         if whole is None:
             return Series.of("damaged states", [Outcome("wrong", f"{kind.name} itself fails")], began)
-        left += [(kind, whole, place) for place in _interrupted(kind)]
+        left += [(kind, whole, place) for place in _interrupted(kind, math.ceil(count / len(kinds)))]
     cases = [partial(_case, number, *left[number % len(left)]) for number in range(count)]
     return Series.of("damaged states", run_cases(cases), began)
 
@@ -72,12 +74,16 @@ def _undisturbed(kind: Kind) -> dict[str, str] | None:
     return kind.final if code == 0 else None
 
 
-def _interrupted(kind: Kind) -> list[Path]:
-    """Folders as kills at several moments leave them, where they leave anything and the work was not done."""
+def _interrupted(kind: Kind, most: int) -> list[Path]:
+    """Folders as kills at several moments leave them, where they leave anything and the work was not done.
+
+    No more than are damaged: a small share of the series goes through the kinds, not the moments of the first."""
     places = []
     shutil.rmtree(kind.out.parent)
     total = operations(kind.work)
     for moment in MOMENTS:
+        if len(places) == most:
+            break
         shutil.rmtree(kind.out.parent)
         finish(start(at_operation(max(1, round(moment * total)), die, kind.work)), CHILD_LIMIT)
         if relative(kind.out.parent) and not kind.out.exists():
