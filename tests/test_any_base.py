@@ -74,6 +74,7 @@ def asked(world: Path, target: str, out: Path, **options: Any) -> TransportConfi
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("method", ["best", "bico", "theseus", "bico_veto"])
 @pytest.mark.parametrize("target", ["same", "deeper", "wider", "modern"])
 def test_one_command_reaches_every_shape(world: Path, tmp_path: Path, target: str, method: str) -> None:
@@ -122,6 +123,7 @@ def test_inspect_says_what_answers_to_what(world: Path, tmp_path: Path) -> None:
     assert Correspondence.load(tmp_path / "what.json").hash == found.correspondence["hash"]
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_the_teacher_alone_needs_no_labels(world: Path, tmp_path: Path) -> None:
     more = str(world / "more.jsonl")
     result = run_transport(asked(world, "deeper", tmp_path / "out", method="best", shots=0, unlabelled=more))
@@ -133,6 +135,7 @@ def test_the_teacher_alone_needs_no_labels(world: Path, tmp_path: Path) -> None:
         run_transport(asked(world, "deeper", tmp_path / "two", method="few_shot", shots=0))
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_a_turned_vector_needs_no_labels_either(world: Path, tmp_path: Path) -> None:
     more = str(world / "more.jsonl")
     results = [
@@ -143,6 +146,7 @@ def test_a_turned_vector_needs_no_labels_either(world: Path, tmp_path: Path) -> 
     assert results[0].alpha > 0
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize(("target", "shots"), [("deeper", 2), ("wider", 0), ("modern", 2)])
 def test_an_adapter_comes_out_across_shapes(world: Path, tmp_path: Path, target: str, shots: int) -> None:
     from peft import PeftModel
@@ -187,6 +191,7 @@ def test_an_adapter_goes_in_across_shapes(world: Path, tmp_path: Path) -> None:
     assert found["accuracy"] >= result.test_before["accuracy"] + 20
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("order", ["plain", "mask_then_merge"])
 def test_vectors_of_other_shapes_are_merged_onto_one_target(world: Path, tmp_path: Path, order: str) -> None:
     bound = ZeroShot(LABELS).open(world / "wider")
@@ -252,6 +257,7 @@ def test_a_head_that_fits_is_copied_and_another_is_made_and_taught(
     assert ("a new head" in fates["classifier.weight"]["reason"]) != fits
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_a_targets_own_head_stays_where_the_tuned_one_does_not_fit(
     world: Path, classifier: Path, tmp_path: Path
 ) -> None:
@@ -264,6 +270,7 @@ def test_a_targets_own_head_stays_where_the_tuned_one_does_not_fit(
     assert result.test_after is not None and result.test_after["accuracy"] == right(tmp_path / "out")
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_a_new_head_goes_into_an_adapter_and_into_a_comparison(world: Path, classifier: Path, tmp_path: Path) -> None:
     run_transport(headed(world, classifier, "wider", tmp_path / "out", method="best", out_lora=4))
     assert "classifier" in json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"]
@@ -304,6 +311,7 @@ def test_no_labels_leave_the_methods_that_need_none(world: Path, tmp_path: Path)
     assert "chosen by the old fine-tune" in write_report(results, tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_what_was_compared_without_labels_is_what_ships(world: Path, tmp_path: Path) -> None:
     more = str(world / "more.jsonl")
     config = asked(world, "same", tmp_path / "out", method="best", shots=0, unlabelled=more, max_length=24)
@@ -311,6 +319,7 @@ def test_what_was_compared_without_labels_is_what_ships(world: Path, tmp_path: P
     assert result.test_after is not None and result.test_after["loss"] == pytest.approx(row["test_loss"], rel=1e-5)
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_budgets_with_and_without_labels_stand_side_by_side(world: Path) -> None:
     results = compared(world, shots=[0, 2], methods=["one_step", "bico"], target=world / "wider")
     found = [(row["shots"], row["method"], row["regime"]) for row in results.rows]

@@ -12,6 +12,7 @@ from gradfix.cli.options import flag
 from tests.stage import setup
 from tests.test_docs import ROOT, SHELL, blocks
 
+pytestmark = pytest.mark.usefixtures("short_lessons")
 TRIO = "--base old-base --tuned my-fine-tune --target new-base --data my-data"
 TRANSPORT = f"{TRIO} --task zero-shot --shots 2 --alpha 0.5 --out moved"
 

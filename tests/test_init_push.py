@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,10 +33,19 @@ def stage(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def moved(stage):
+def moved(stage, made):
     """A small transported folder."""
-    assert run(["transport", *f"{DRY['transport']} --quiet".replace("--out x", "--out moved").split()]) == 0
+    shutil.copytree(made, "moved")
     return Path("moved")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    home = tmp_path_factory.mktemp("moved")
+    setup("bert-zero-shot", home)
+    with contextlib.chdir(home):
+        assert run(["transport", *f"{DRY['transport']} --quiet".replace("--out x", "--out moved").split()]) == 0
+    return home / "moved"
 
 
 def test_transport_file_is_what_config_reads(tmp_path):

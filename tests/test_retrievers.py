@@ -113,7 +113,7 @@ def test_what_the_new_base_says_of_itself_stays(here: Path) -> None:
     assert own.pooling == "cls" and own.prompt_for("query") == "query: " and own.prompt_for("text") == "passage: "
 
 
-def test_labels_and_pairs_are_learned_from(here: Path) -> None:
+def test_labels_are_learned_from(here: Path) -> None:
     dataset = load_data("questions")
     bound, teacher = opened("new-base"), opened("minilm-support")
     tau = gradfix.TaskVector.between("minilm", "minilm-support").subset(bound.trainable())
@@ -123,6 +123,10 @@ def test_labels_and_pairs_are_learned_from(here: Path) -> None:
     gradfix.apply(bound.model, found.update)
     assert bound.loss(bound.model, bound.collate(few)).mean().item() < 0.7 * loss
     assert found.start == "plain" or found.verdict == "taught"
+
+
+@pytest.mark.usefixtures("short_relations")
+def test_pairs_are_taken_as_well(here: Path) -> None:
     transport("--data", "pairs.jsonl", "--shots", 8, "--unlabelled", "texts.jsonl", "--out", "paired", "--force")
 
 

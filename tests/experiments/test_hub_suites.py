@@ -50,6 +50,7 @@ def openclip(tmp_path_factory: pytest.TempPathFactory) -> OpenClipSuite:
     return suite
 
 
+@pytest.mark.usefixtures("short_lessons")
 @pytest.mark.parametrize("table", ["transport_vision", "merging", "generalisation", "supervision", "subset_selection"])
 def test_open_clip_tables_on_stand_ins(openclip, table):
     config = {"table": table, "out": str(openclip.out)}
@@ -59,6 +60,7 @@ def test_open_clip_tables_on_stand_ins(openclip, table):
     assert all(cell >= 0 for cell in measured)
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_the_papers_figures_stand_per_task(openclip):
     config = {"table": "transport_vision", "out": str(openclip.out)}
     table = plan_reproduce(**config, suite=openclip).run().as_json()["tables"]["transport_vision"]
@@ -66,6 +68,7 @@ def test_the_papers_figures_stand_per_task(openclip):
     assert row[table["header"].index("paper svhn")] == 71.07
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_fine_tunes_are_kept_and_complete(openclip):
     plan_reproduce(table="transport_vision", out=str(openclip.out), suite=openclip).run()
     folders = sorted(path.name for path in (openclip.out / "checkpoints").iterdir())
@@ -81,6 +84,7 @@ def test_fine_tunes_are_kept_and_complete(openclip):
     assert all(name.startswith("visual.") for name in moved), "the text tower is frozen"
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_t5_table_on_stand_ins(tmp_path):
     chosen = {name: TEXT[name] for name in ("rte", "scitail")}
     local = {
