@@ -16,8 +16,7 @@ from gradfix.errors import DataError, UsageError
 from gradfix.methods.comparison import compare
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound
-from gradfix.training.bank import bank, beside_sentences, in_the_language_of_the_bank
-from gradfix.training.best import Best, best, lesson_for, remembered
+from gradfix.training.best import Best, best
 from gradfix.training.distil import (
     Lesson,
     Teaching,
@@ -29,7 +28,8 @@ from gradfix.training.distil import (
     typical_size,
     unbiased_divergence,
 )
-from gradfix.training.remix import remix, splice_words
+from gradfix.training.lessons import lesson_for, remembered
+from gradfix.training.remix import bank, beside_sentences, in_the_language_of_the_bank, remix, splice_words
 from gradfix.training.starts import Lent, Old, in_coordinates, step_unit
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply

@@ -15,8 +15,9 @@ from gradfix.errors import DataError
 from gradfix.system import modules
 from gradfix.tasks.embedding import EmbeddingTask
 from gradfix.training import relations, steps
-from gradfix.training.best import best, reads_alike
+from gradfix.training.best import best
 from gradfix.training.distil import Lesson, Teaching, answers, distil
+from gradfix.training.lessons import reads_alike
 from gradfix.vectors.taskvector import TaskVector
 from tests.arenas import NumbersBound, rows, setting
 from tests.stage import setup

@@ -16,8 +16,7 @@ from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.merging.folders import Vector
 from gradfix.methods.opening import old_side, open_teacher
 from gradfix.tasks.base import Bound, Task
-from gradfix.training.best import lesson_for, remembered
-from gradfix.training.distil import Teaching
+from gradfix.training.lessons import lesson_for, remembered, teaching_for
 from gradfix.training.starts import in_coordinates
 
 
@@ -31,7 +30,7 @@ def rewritten(
             f"{trio.given['tuned']} has another shape than the target ({trio.apart}): its units are matched by the "
             "answers of a classifier or a zero-shot model, which this task has not."
         )
-    old, recipe = old_side(trio, bound, teacher), Teaching()
+    old, recipe = old_side(trio, bound, teacher), teaching_for(bound, teacher, shots.fewshot, ())
     if not old.correspondence.linear:
         raise IncompatibleCheckpoints(
             f"no linear map of {trio.target} answers to one that {trio.given['tuned']} changed: nothing could be merged."

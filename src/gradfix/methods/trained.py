@@ -27,10 +27,11 @@ from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training import relations
-from gradfix.training.best import Best, best, lesson_for, vocabulary
+from gradfix.training.best import Best, best, mapping
 from gradfix.training.costs import Work
 from gradfix.training.distil import Lesson, Teaching, can_teach
 from gradfix.training.finetuning import cooling, finetune, fitting_rate, tune
+from gradfix.training.lessons import lesson_for, teaching_for, vocabulary
 from gradfix.training.lowrank import moved_by
 from gradfix.training.relations import Relations
 from gradfix.training.starts import COORDINATES, Lent, Old, Start as Walked, best_start, in_coordinates, probe_of
@@ -262,12 +263,13 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
         raise NotHere("coordinates need the old base and its fine-tune as models with a closed label set.")
     if not old.correspondence.linear:
         raise NotHere("no linear map of the target answers to one of the base. `--method best` needs none.")
-    recipe = Teaching()
     if isinstance(trial.bound, EmbeddingBound) and isinstance(teacher, EmbeddingBound):
+        recipe = Teaching()
         related = relations.lesson_for(trial.bound, teacher, support.examples, trial.unlabelled, recipe, support.seed)
         moved = relations.in_their_relations(trial.bound, teacher, old, related, recipe, how)
         trial.bill.own += Work(forward=len(related) + moved.passes, backward=moved.passes)
         return Turned(moved.vector, related)
+    recipe = teaching_for(trial.bound, teacher, support.examples, trial.unlabelled)
 
     def ask() -> Lesson:
         words = vocabulary(trial.bound, trial.own_tau, teacher, old)
@@ -282,7 +284,7 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
 
     def turn() -> dict[str, Moved]:
         turned = in_coordinates(trial.bound, teacher, old, lesson, recipe, ways)
-        trial.bill.own += Work(forward=turned[how].passes, backward=turned[how].passes)
+        trial.bill.own += mapping(turned[how], lesson)
         return turned
 
     found: dict[str, Moved] = trial.shared(f"turned-by-{'-'.join(ways)}-{support.name}", turn)

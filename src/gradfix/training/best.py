@@ -11,24 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
+from gradfix.align.coordinates import Moved
 from gradfix.errors import DataError, GradfixError, UsageError
 from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
-from gradfix.tasks.encoders import TextEncoder
-from gradfix.tasks.reading import same_tokenizer_files, speaks
-from gradfix.training.bank import beside_sentences, in_the_language_of_the_bank
+from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
-from gradfix.training.distil import ENOUGH, GENTLER, Batch, Lesson, Teaching, answers, can_teach, distil, join, take
+from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
+from gradfix.training.lessons import lesson_for, teaching_for, vocabulary
 from gradfix.training.relations import learn_relations
-from gradfix.training.remix import remix, splice_words
 from gradfix.training.starts import (
     COORDINATES,
     NONE,
@@ -114,21 +109,22 @@ def best(
     if speaks(bound):
         said = asked_of(teacher, bound, examples, unlabelled or (), seed=seed)
         return spoken(learn(bound, tau, examples, said, teacher=teacher, old=old, seed=seed))
-    recipe, began = recipe or Teaching(), time.perf_counter()
+    began = time.perf_counter()
     if not examples and not (unlabelled and teacher is not None and can_teach(bound)):
         raise DataError(
             "the best recipe needs labelled examples, or unlabelled ones and a fine-tune that can be asked; "
             "check the data, --shots and --unlabelled."
         )
     if isinstance(bound, EmbeddingBound):
-        return _by_relations(bound, tau, examples, teacher, unlabelled or (), old, recipe, seed)
+        return _by_relations(bound, tau, examples, teacher, unlabelled or (), old, recipe or Teaching(), seed)
+    recipe = recipe or teaching_for(bound, teacher, examples, unlabelled or ())
     labelled = bound.collate(examples) if examples else None
     lent = old.lent if old is not None else None
     if lent is None:
         words = vocabulary(bound, tau, teacher, old)
         lesson, asked = lesson_for(bound, teacher, examples, unlabelled or (), words, recipe, seed)
     else:
-        lesson, asked = lent.lesson, 0
+        lesson, asked = lent.lesson, 0  # whoever lends it has paid for the asking
     rate = recipe.rate * step_unit(bound, tau, teacher, old)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
@@ -203,7 +199,7 @@ def _vectors(
             told["no_coordinates"] = str(error)
         else:
             vectors[COORDINATES] = moved.vector
-            work = Work(forward=moved.passes, backward=moved.passes, vectors=1)
+            work = mapping(moved, lesson) + Work(vectors=1)
     if tau is not None and old is not None and old.permuted is not None and COORDINATES not in vectors:
         try:  # maps say more than permutations and take less time; where there are none, an order is better than nothing
             vectors[PERMUTED] = old.permuted()
@@ -221,129 +217,7 @@ def _told(start: Start, tried: Sequence[Start]) -> dict[str, Any]:
     }
 
 
-def lesson_for(
-    bound: Bound,
-    teacher: Bound | None,
-    examples: Sequence[Example],
-    unlabelled: Sequence[Example],
-    vocabulary: Tensor | None,
-    recipe: Teaching,
-    seed: int,
-) -> tuple[Lesson, int]:
-    """Inputs and the teacher's answers; and how many samples the teacher was asked about.
-
-    Each side reads the examples with its own transform, and the same draws make the same remixes of both."""
-    if teacher is None or not can_teach(bound):
-        return Lesson({}, torch.empty(0)), 0
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(unlabelled), generator=generator).tolist()
-    real = [{**unlabelled[i], "label": bound.labels[0]} for i in order[: recipe.pool]]
-    parts: list[list[Batch]] = [_read_by_both(bound, teacher, real)] if real else []
-    if len(real) < min(ENOUGH, recipe.pool):
-        known, count = [*examples, *real], recipe.pool - len(real)
-        natural = _beside_sentences(bound, teacher, known, int(recipe.natural * count), seed)
-        parts += [natural] if natural else []
-        count -= len(natural[0]["labels"]) if natural else 0
-        parts.append(_made_up(bound, teacher, known, count, vocabulary, seed))
-    ours, theirs = (_unanswered(reduce(join, sides)) for sides in zip(*parts, strict=True))
-    if len(parts) > 1:  # inputs of every kind mixed, so that any stretch of them is typical
-        mixed = torch.randperm(len(ours["labels"]), generator=generator)
-        ours, theirs = take(ours, mixed), take(theirs, mixed)
-    return Lesson(ours, answers(teacher, theirs), theirs), len(theirs["labels"])
-
-
-def _beside_sentences(bound: Bound, teacher: Bound, known: Sequence[Example], count: int, seed: int) -> list[Batch]:
-    """Pieces of the known texts beside pieces of natural sentences, as each side reads them.
-
-    None where the task does not read English texts."""
-    read = bound.collate(known[:1])
-    if not count or "input_ids" not in read or "pixel_values" in read:
-        return []
-    column = _text_column(known[0], read["input_ids"].dim() > 2)
-    texts = [text for example in known if isinstance(text := example.get(column), str)]
-    if len(texts) < len(known) or not in_the_language_of_the_bank(texts):
-        return []
-    made = [{**known[place], column: text} for place, text in beside_sentences(texts, count, seed)]
-    return [_unanswered(side) for side in _read_by_both(bound, teacher, made)]
-
-
-def _read_by_both(bound: Bound, teacher: Bound, examples: Sequence[Example]) -> list[Batch]:
-    """The examples as each side reads them; where both read alike, once."""
-    ours = bound.collate(examples)
-    return [ours, ours if reads_alike(bound, teacher) else teacher.collate(examples)]
-
-
-def reads_alike(bound: Bound, teacher: Bound) -> bool:
-    """Whether two text encoders make the same tokens of a text: by their settings and the files of their tokenizers."""
-    first, second = (getattr(side, "encoder", None) for side in (bound, teacher))
-    if not isinstance(first, TextEncoder) or not isinstance(second, TextEncoder):
-        return False
-    settings = [(one.prompt, one.lower, one.max_length, one.tokenizer.model_input_names) for one in (first, second)]
-    devices = {next(side.model.parameters()).device for side in (bound, teacher)}
-    return settings[0] == settings[1] and len(devices) == 1 and same_tokenizer_files(first.tokenizer, second.tokenizer)
-
-
-def _made_up(
-    bound: Bound, teacher: Bound, known: Sequence[Example], count: int, vocabulary: Tensor | None, seed: int
-) -> list[Batch]:
-    """The same made-up inputs as each side reads them: by tokens, or by words where the tokens cannot be cut.
-
-    They cannot where the tokenizers differ, and where a sample holds one sequence per label (causal tasks).
-    Without a plain text to cut (chats) the known inputs themselves are the lesson."""
-    ours, theirs = (_unanswered(side) for side in _read_by_both(bound, teacher, known))
-    tokens = [batch.get("input_ids") for batch in (ours, theirs)]
-    per_label = tokens[0] is not None and tokens[0].dim() > 2
-    same = tokens[0] is None or tokens[1] is None or torch.equal(tokens[0].cpu(), tokens[1].cpu())
-    if same and not per_label:
-        for table in (_table(teacher), _table(bound)):  # tokens that only one base has say nothing to the other
-            if vocabulary is not None and table is not None:
-                vocabulary = vocabulary[: table.num_embeddings]
-        mixed = _unanswered(remix(ours, count, seed, vocabulary))
-        return [mixed, mixed if reads_alike(bound, teacher) else _unanswered(remix(theirs, count, seed, vocabulary))]
-    column = _text_column(known[0], per_label)
-    if not all(isinstance(example.get(column), str) for example in known):
-        return [ours, theirs]
-    texts = splice_words([example[column] for example in known], count, seed)
-    made = [{**known[0], column: text} for text in texts]
-    return [side.collate(made) for side in (bound, teacher)]
-
-
-def _text_column(example: Example, per_label: bool) -> str:
-    """The column a task reads its text from; causal ones look at messages first, then at the prompt."""
-    order = ("messages", "prompt", "text") if per_label else ("text", "prompt")
-    return next((name for name in order if name in example), "prompt")
-
-
-def _unanswered(batch: Batch) -> Batch:
-    """The batch with a placeholder for every label: tasks may count on the entry, nobody reads its values."""
-    first = next(iter(batch.values()))
-    return {**batch, "labels": torch.zeros(len(first), dtype=torch.long, device=first.device)}
-
-
-def vocabulary(bound: Bound, tau: TaskVector | None, teacher: Bound | None, old: Old | None) -> Tensor | None:
-    """What a lesson's made-up texts draw words from; None where nobody knows what the fine-tune has read."""
-    if tau is not None:
-        return remembered(bound, tau)
-    return remembered(teacher, old.tau) if teacher is not None and old is not None else None
-
-
-def remembered(bound: Bound, tau: TaskVector) -> Tensor | None:
-    """How much the fine-tune has to do with each token: the squared length of its row in the task vector.
-
-    A row moves only when its token is in a training text, so the vector knows the task's vocabulary. All zeros where
-    the embedding was not trained; None for models that do not read tokens."""
-    table = _table(bound)
-    if table is None:
-        return None
-    name = next((name for name, p in bound.model.named_parameters() if p is table.weight), None)
-    if name is None or name not in tau:
-        return torch.zeros(table.num_embeddings)
-    return tau[name].float().square().sum(1)
-
-
-def _table(bound: Bound) -> nn.Embedding | None:
-    try:
-        table = getattr(bound.model, "get_input_embeddings", lambda: None)()
-    except NotImplementedError:  # models of two towers (CLIP) have no one table
-        return None
-    return table if isinstance(table, nn.Embedding) else None
+def mapping(moved: Moved, lesson: Lesson) -> Work:
+    """What it took to compare the units of both bases on inputs of a lesson."""
+    passes = round(moved.passes * lesson.length(slice(moved.passes // 2)))
+    return Work(forward=passes, backward=passes)

@@ -43,7 +43,7 @@ class Teaching:
     fast: in a few dozen steps the usual ones carry the first, steep gradients to the end.
     `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about. `mapped`
     of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start. `natural` is
-    the share of the made-up inputs that hold a piece of a natural sentence."""
+    the share of the made-up inputs that hold a piece of a natural sentence, `piece` how much of a text a piece may take."""
 
     steps: int = 32
     rate: float = 0.2
@@ -57,30 +57,62 @@ class Teaching:
     mapped: int = 256
     map_batch: int = 64
     natural: float = 0.5
+    piece: float = 1.0
 
     def real(self) -> Teaching:
         """The same number of samples in more and smaller steps: what real inputs repay and made-up ones do not."""
         return replace(self, steps=2 * self.steps, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2)
 
+    def of_few_texts(self) -> Teaching:
+        """More inputs, half as long, in more steps: as many tokens, and more that is new in them.
+
+        What the longer ones among them cost is taken from the comparison of units."""
+        return replace(
+            self, steps=self.steps * 7 // 4, labelled=self.labelled // 2, pool=self.pool * 7 // 4,
+            mapped=self.mapped * 3 // 4, piece=self.piece / 2,
+        )  # fmt: skip
+
+    def stretches(self) -> list[tuple[int, float]]:
+        """How many inputs are made up of pieces how long, in the order of a lesson.
+
+        The first compare units and the last judge a start: both want texts as long as they are met."""
+        ends = self.mapped + self.probes
+        if self.piece == 1 or self.pool <= ends:
+            return [(self.pool, self.piece)]
+        return [(self.mapped, 1.0), (self.pool - ends, self.piece), (self.probes, 1.0)]
+
 
 @dataclass(frozen=True)
 class Lesson:
-    """Inputs the student is taught on, and the teacher's logits for them; `theirs` are they as the teacher reads them."""
+    """Inputs the student is taught on, and the teacher's logits for them; `theirs` are they as the teacher reads them.
+
+    `usual` is how many tokens a known text has on average; 0 where inputs are not made of tokens."""
 
     inputs: Batch
     answers: Tensor
     theirs: Batch = field(default_factory=dict)
+    usual: float = 0.0
 
     def __len__(self) -> int:
         return len(self.answers)
+
+    def length(self, rows: slice = slice(None)) -> float:
+        """How long these inputs are beside the known ones: what a pass costs."""
+        return tokens_of(picked(self.inputs, rows)) / self.usual if self.usual else 1.0
 
     def take(self, rows: Tensor) -> Lesson:
         return Lesson(take(self.inputs, rows), self.answers[rows.to(self.answers.device)])
 
 
-def picked(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
+def tokens_of(batch: Batch) -> float:
+    """How many tokens a text of a batch has, on average."""
+    seen = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    return float(seen.sum(-1).double().mean())
+
+
+def picked(batch: Batch, rows: Tensor | slice) -> dict[str, Tensor]:
     """Some samples of a batch, as wide as it is."""
-    return {name: tensor[rows.to(tensor.device)] for name, tensor in batch.items()}
+    return {name: tensor[rows if isinstance(rows, slice) else rows.to(tensor.device)] for name, tensor in batch.items()}
 
 
 def take(batch: Batch, rows: Tensor) -> dict[str, Tensor]:
@@ -179,7 +211,7 @@ def unbiased_divergence(student: Tensor, teacher: Tensor) -> float:
 
 
 def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, teaching: Teaching, seed: int) -> int:
-    """Train `bound.model` in place; returns how many samples went forward and backward.
+    """Train `bound.model` in place; returns how many samples went forward and backward, shorter ones as parts of one.
 
     The loss is w * cross-entropy on the labelled samples + the divergence from the teacher on the others, with
     w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone, no labelled samples
@@ -210,7 +242,7 @@ def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, te
     rows = [(_whole(next(known)), _whole(next(asked))) for _ in range(teaching.steps)]
     with left_as_it_was(bound.model), torch.enable_grad():
         take_steps(training, rows, ordinary, alike)
-    return teaching.steps * sum(shares)
+    return round(teaching.steps * (shares[0] + shares[1] * lesson.length()))
 
 
 def _whole(rows: Sequence[int]) -> Tensor:

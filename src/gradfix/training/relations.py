@@ -42,13 +42,13 @@ class Relating:
     text's vector lies from the teacher's, turned to the student's space. `further` is how far the teacher's vectors go
     on beyond where the fine-tune took them, as a share of that way: a student stops short of its teacher."""
 
-    steps: int = 168
-    texts: int = 26
-    labelled: int = 8
+    steps: int = 270
+    texts: int = 16
+    labelled: int = 5
     rate: float = 0.35
     temperature: float = 0.05
     contrast: float = 0.05
-    turned: float = 20.0
+    turned: float = 30.0
     further: float = 0.7
     remembers: bool = True
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradfix.system.modules import left_as_it_was
 from gradfix.tasks.reading import AnswerBound, seeds_of
-from gradfix.training.bank import bank
 from gradfix.training.imitating import NEVER, Verse, followed, own_lines
+from gradfix.training.remix import bank
 
 TEXTS = 32
 TOKENS = 96

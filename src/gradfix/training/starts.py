@@ -96,10 +96,11 @@ def best_start(
 
 
 def probe_of(bound: Bound, labelled: Batch | None, lesson: Lesson, recipe: Teaching) -> tuple[Callable[[], float], int]:
-    """What is measured at every alpha, and how many samples that takes."""
+    """What is measured at every alpha, and how many samples that takes, shorter ones as parts of one."""
     if len(lesson):
         held = lesson.take(torch.arange(len(lesson))[-recipe.probes :])
-        return lambda: unbiased_divergence(answers(bound, held.inputs), held.answers), len(held)
+        samples = round(lesson.length(slice(-len(held), None)) * len(held))
+        return lambda: unbiased_divergence(answers(bound, held.inputs), held.answers), samples
     assert labelled is not None  # no labels and no teacher is refused before
     few = take(labelled, torch.arange(min(recipe.labelled, len(labelled["labels"]))))
 
