@@ -85,11 +85,10 @@ def teaching_for(
 
     Not where the target has outgrown the teacher: it ends above it, and is held back by being taught more."""
     few = 0 < len(examples) + len(unlabelled) < FEW
-    if teacher is None or not few or _body(bound) > LARGER * _body(teacher):
+    if teacher is None or not can_teach(bound) or not few or _body(bound) > LARGER * _body(teacher):
         return Teaching()
     first = {"label": bound.labels[0], **[*examples, *unlabelled][0]}
-    texts = _reads_texts(bound.collate([first]))
-    return Teaching().of_few_texts() if texts else Teaching()
+    return Teaching().of_few_texts() if _reads_texts(bound.collate([first])) else Teaching()
 
 
 def _body(bound: Bound) -> int:
