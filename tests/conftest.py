@@ -41,6 +41,15 @@ def _others_are_forked_from_here() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _stages_are_built_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In the folder above those of the workers, where there are several."""
+    from tests import stage
+
+    base = tmp_path_factory.getbasetemp()
+    stage.share((base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "stages")
+
+
 @pytest.fixture(autouse=True)
 def _what_is_imported_is_no_garbage() -> None:
     """A million objects of torch and transformers are not looked through again in every collection."""

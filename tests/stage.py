@@ -1,10 +1,11 @@
 """The folders that docs and README talk about: tiny models and data under the names the pages use.
 
-`setup(name, folder)` fills a folder; what was made once is copied, so every page starts fresh. `names_of`
-gives the Python names a page takes for granted."""
+`setup(name, folder)` fills a folder; what was made once is copied, so every page starts fresh. Processes that
+`share` a folder make each of them once between them. `names_of` gives the Python names a page takes for granted."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import tempfile
@@ -27,18 +28,28 @@ from tests.tiny import (
 SPLITS = (("train", 48, 1), ("validation", 12, 2), ("test", 12, 3))
 Build = Callable[[Path], None]
 SETUPS: dict[str, Build] = {}
-_made: dict[str, Path] = {}
-_home = tempfile.TemporaryDirectory(prefix="gradfix-stage-")
+_own = tempfile.TemporaryDirectory(prefix="gradfix-stage-")
+_homes = [Path(_own.name)]
+
+
+def share(home: Path) -> None:
+    """From now on in this folder, which other processes use as well."""
+    home.mkdir(parents=True, exist_ok=True)
+    _homes.append(home)
 
 
 def setup(name: str, folder: Path) -> None:
     """Fill `folder` with what pages of this set-up may name."""
-    if name not in _made:
-        home = Path(_home.name, name)
-        home.mkdir()
-        SETUPS[name](home)
-        _made[name] = home
-    shutil.copytree(_made[name], folder, dirs_exist_ok=True)
+    home = _homes[-1] / name
+    made = home.with_suffix(".made")
+    with home.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(home, ignore_errors=True)  # of one that failed
+            home.mkdir()
+            SETUPS[name](home)
+            made.touch()
+    shutil.copytree(home, folder, dirs_exist_ok=True)
 
 
 def names_of(name: str) -> dict[str, Any]:

@@ -78,8 +78,10 @@ def test_an_installed_method_is_compared_judged_drawn_and_shipped(site, tmp_path
     """One decorator, and every part of the house knows the method: no list of names stands anywhere else."""
     setup("bert-zero-shot", tmp_path)
     where = "--base bert-old --tuned bert-old-reviews --target bert-new --data reviews --task zero-shot --shots 2"
-    words = f"-m gradfix compare {where} --methods half_way random --json r.json --report page.html -q"
-    done = _python(site, *words.split(), cwd=tmp_path)
+    compared = f"compare {where} --methods half_way random --json r.json --report page.html -q"
+    shipped = f"transport {where} --method half_way --out moved --force --report one.html -q"
+    both = f"from gradfix.cli import run; raise SystemExit(run({compared.split()}) or run({shipped.split()}))"
+    done = _python(site, "-c", both, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "r.json").read_text())
     row = next(row for row in results["rows"] if row["method"] == "half_way")
@@ -88,9 +90,6 @@ def test_an_installed_method_is_compared_judged_drawn_and_shipped(site, tmp_path
     assert results["verdict"]["method"] in ("half_way", "zero_shot", "random")
     page = (tmp_path / "page.html").read_text()
     assert "Half of the vector" in page and "Half</" in page
-    words = f"-m gradfix transport {where} --method half_way --out moved --force --report one.html -q"
-    done = _python(site, *words.split(), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
     card = (tmp_path / "moved" / "README.md").read_text()
     assert "half of the difference of the first two was added to the third" in card
     assert json.loads((tmp_path / "moved" / "gradfix.json").read_text())["config"]["alpha"] == 0.5
