@@ -16,7 +16,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from gradfix.align.layout import AxisMap
@@ -198,6 +197,8 @@ def units(tensor: Tensor, axis: int, part: AxisPart) -> Tensor:
 
 
 def best_pairing(gain: Tensor) -> Tensor:
+    from scipy.optimize import linear_sum_assignment  # half a second, for the few runs that pair units
+
     _, columns = linear_sum_assignment(gain.numpy(), maximize=True)
     return torch.as_tensor(columns, dtype=torch.long)
 
@@ -254,6 +255,8 @@ def _add_cost(costs: dict[str, Tensor], order: str, cost: Tensor) -> None:
 
 def _pair_groups(cost: Tensor) -> tuple[Tensor, Tensor]:
     """Best group order, and for each group the best order of its queries."""
+    from scipy.optimize import linear_sum_assignment
+
     groups, _, count, _ = cost.shape
     inside = np.zeros((groups, groups, count), dtype=np.int64)
     total = np.zeros((groups, groups))
