@@ -68,18 +68,6 @@ def _quiet_transformers() -> None:
 @pytest.fixture
 def short_lessons(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that ask what is written and said, not how well it was learned."""
-    from gradfix.training.asking import Asking
-    from gradfix.training.distil import Teaching
-    from gradfix.training.imitating import Imitation
-    from gradfix.training.relations import Relating
+    from tests.lessons import shorten
 
-    fewer = {
-        Teaching: {"steps": 8, "pool": 120, "unlabelled": 20, "probes": 24, "mapped": 48},
-        Imitation: {"steps": 12, "batch": 8, "labelled": 4, "kept": 2, "probes": 8, "keepsakes": 16,
-                    "keepsake_tokens": 24, "mapped": 16},
-        Relating: {"steps": 8},
-        Asking: {"pool": 32},
-    }  # fmt: skip
-    for recipe, numbers in fewer.items():
-        for name, number in numbers.items():
-            monkeypatch.setitem(recipe.__init__.__kwdefaults__, name, number)
+    shorten(monkeypatch.setitem)

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from gradfix.experiments.suite import Grid
 from gradfix.methods.methods import METHODS
 from gradfix.methods.search import Search
 from gradfix.training.finetuning import Recipe
+from tests.lessons import shorten
 from tiny import TEXT_LABELS, save_tiny, toy_texts, write_rows
 
 GRID = Grid(
@@ -60,8 +62,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+class ShortSuite(EncoderSuite):
+    """Whoever gets it sent, as the processes that measure do, gives short lessons."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        shorten()
+        self.__dict__.update(state)
+
+
 def suite_of(home: Path, steps: int = 3) -> EncoderSuite:
-    suite = EncoderSuite(local={"encoders": str(home)}, recipe=Recipe(steps=steps, batch_size=8, lr=1e-3, warmup=0))
+    suite = ShortSuite(local={"encoders": str(home)}, recipe=Recipe(steps=steps, batch_size=8, lr=1e-3, warmup=0))
     suite.names, suite.grid = ("movie", "banking"), GRID
     return suite
 

@@ -20,6 +20,7 @@ from gradfix.methods.comparison import compare
 from gradfix.methods.search import Search
 from gradfix.system.processes import Group, current, in_processes, joined, sharing
 from gradfix.training import finetuning
+from tests.lessons import shorten
 from tests.scale.films import save_films
 from tiny import save_tiny
 
@@ -67,6 +68,8 @@ def test_pieces_and_turns_cover_everything_once():
 
 def by_commands(home: Path) -> dict[str, Any]:
     """Fine-tune, score, compare and transport as the commands do, in the processes there are."""
+    if current().size > 1:
+        shorten()
     out = home / f"of-{current().size}"
     shared: dict[str, Any] = {"data": str(home / "data"), "task": "zero-shot", "batch_size": 4, "device": "cpu"}
     tuned = FinetuneConfig(
@@ -113,6 +116,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.usefixtures("short_lessons")
 def test_commands_write_and_say_what_one_process_does(home):
     one = by_commands(home)
     two = in_processes(in_a_group, (by_commands, home), 2)
