@@ -99,7 +99,7 @@ def test_the_device_is_not_waited_for_before_others_are_launched(
     events.clear()
     found = collect_votes(model, noted, batches)
     assert found.notes == AGREES
-    waits = ["look", "look", "pass", "pass", "sample", "sample", "pass", "ask", "pass", "read"]
+    waits = ["look", "look", "pass", "pass", "sample", "sample", "ask", "pass", "pass", "read"]
     assert events[: len(waits)] == waits
     assert events.count("pass") == len(batches) and events.count("sample") == 2
 

@@ -7,7 +7,11 @@ import torch
 from torch import nn
 
 import gradfix
+from gradfix.checkpoints.identity import values_of
 from gradfix.errors import DataError, UnsafeResult, UsageError
+from gradfix.votes import tally as tallying
+from gradfix.votes.engines import loop as looping
+from gradfix.votes.engines.loop import LoneCheck, LoopCheck
 from gradfix.votes.engines.passes import take
 from gradfix.votes.tally import Tally
 from tests.oracle import naive_votes
@@ -161,17 +165,71 @@ def test_an_interrupted_vote_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert all(torch.equal(resumed[n], whole[n]) for n in whole)
 
 
-def test_counts_of_one_sample_are_put_away_and_brought_back() -> None:
-    parameters = {"a": torch.nn.Parameter(torch.zeros(7, 31)), "b": torch.nn.Parameter(torch.zeros(3))}
-    tally = Tally(parameters)
+SHAPES = {"a": (7, 31), "b": (3,), "c": (16, 16), "d": (5, 4)}
+
+
+def _one_sample(
+    shapes: dict[str, tuple[int, ...]], together: bool, monkeypatch
+) -> tuple[Tally, dict[str, torch.Tensor]]:
+    monkeypatch.setattr(tallying, "lies_with_others", lambda parameter: together)
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    tally, seed = Tally(parameters), torch.Generator().manual_seed(2)
     tally.reserve(1)
-    counts = {
-        name: torch.randint(-1, 2, p.shape, generator=torch.Generator().manual_seed(2))
-        for name, p in parameters.items()
-    }
+    counts = {name: torch.randint(-1, 2, p.shape, generator=seed) for name, p in parameters.items()}
     for name, count in counts.items():
         tally[name].copy_(count)
+    return tally, counts
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("names", ["abcd", "dcba", "cd", "bd", "a", "b"])
+def test_counts_of_one_sample_are_put_away_and_brought_out(names, together, monkeypatch):
+    tally, counts = _one_sample(SHAPES, together, monkeypatch)
     tally.put_away()
     assert sum(shelf.counts.numel() for shelf in tally._shelves) * 4 == sum(shelf.size for shelf in tally._shelves)
-    tally.bring_back()
-    assert all(torch.equal(tally[name].long(), count) for name, count in counts.items())
+    expected = torch.cat([counts[name].flatten() + 1 for name in names])
+    assert torch.equal(tally.brought_out(list(names)).long(), expected)
+
+
+def _losses(parameters: dict[str, nn.Parameter], gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return sum(((parameters[name] * gradient).sum() for name, gradient in gradients.items()), torch.zeros(()))
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("room", [2**24, 100])
+@pytest.mark.parametrize("kind", ["right", "flipped", "silent", "tiny", "not a number", "unheard"])
+def test_a_sample_that_is_put_away_is_compared_as_one_that_is_not(kind, room, together, monkeypatch):
+    """Tensor by tensor or all at the end: the same votes are left, whatever is wrong with them."""
+    monkeypatch.setattr(looping, "TOGETHER", room)
+    told = []
+    for check in (LoopCheck, LoneCheck):
+        trial, counts = _one_sample(SHAPES, together, monkeypatch)
+        gradients = {name: -count.float() for name, count in counts.items()}
+        if kind == "flipped":
+            gradients["c"] = -gradients["c"]
+        elif kind == "silent":
+            gradients["c"] = torch.zeros(16, 16)
+        elif kind == "tiny":
+            gradients["a"][:4] *= -1e-7
+        elif kind == "not a number":
+            gradients["a"][0, :2] = torch.nan
+        elif kind == "unheard":
+            del gradients["c"]
+        if check is LoneCheck:
+            trial.put_away()
+        compared = check(trial, torch.float32)
+        compared.take_back(_losses(trial.parameters, gradients))
+        wrong = compared.disagreements(values_of(compared.questions()))
+        told.append((wrong, {name: str(height) for name, height in compared.heights.items()}))
+    assert told[0] == told[1]
+    expected = {"flipped": {"c"}, "silent": set(), "unheard": {"c"}}.get(kind, set())
+    assert set(told[0][0]) == expected
+
+
+def test_a_gradient_that_comes_in_parts_is_not_compared(monkeypatch):
+    trial, counts = _one_sample(SHAPES, True, monkeypatch)
+    trial.put_away()
+    compared = LoneCheck(trial, torch.float32)
+    compared.add("a", counts["a"].float())
+    with pytest.raises(UnsafeResult, match="several parts"):
+        compared.add("a", counts["a"].float())

@@ -6,7 +6,7 @@ On a GPU many weights share a piece of memory: its allocator keeps up to a megab
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.shapes: dict[str, torch.Size] = {}
+        self.rooms: list[int] = []  # entries of each weight, and those between it and the next
         self.size = 0
         self.counts = torch.empty(0)
 
@@ -31,16 +32,22 @@ class Shelf:
 
     def add(self, name: str, shape: torch.Size) -> None:
         self.shapes[name] = shape
-        self.size += -(-shape.numel() // APART) * APART
+        self.rooms.append(-(-shape.numel() // APART) * APART)
+        self.size += self.rooms[-1]
 
     def fill(self, counts: Tensor) -> dict[str, Tensor]:
         """A view for each weight."""
         self.counts, found = counts, dict[str, Tensor]()
-        sizes = [-(-shape.numel() // APART) * APART for shape in self.shapes.values()]
-        for (name, shape), part in zip(self.shapes.items(), counts.split(sizes)):
+        for (name, shape), room, part in zip(self.shapes.items(), self.rooms, counts.split(self.rooms)):
             size = shape.numel()
-            found[name] = (part if len(part) == size else part[:size]).view(shape)
+            found[name] = (part if room == size else part[:size]).view(shape)
         return found
+
+    def quarter(self, counts: Tensor) -> dict[str, Tensor]:
+        """The same where an entry holds four counts."""
+        self.counts, parts = counts, counts.split([room // 4 for room in self.rooms])
+        sizes = [-(-shape.numel() // 4) for shape in self.shapes.values()]
+        return {name: part[:size] for name, part, size in zip(self.shapes, parts, sizes)}
 
 
 def lies_with_others(parameter: Tensor) -> bool:
@@ -112,16 +119,22 @@ class Tally:
         torch._foreach_zero_(list(self._buffers.values()))  # a few launches on a GPU, not one a weight
 
     def put_away(self) -> None:
-        """Keep the counts of one sample (-1, 0 or 1) in a fourth of their room until `bring_back`."""
+        """Keep the counts of one sample (-1, 0 or 1) in a fourth of their room; some come out again by `brought_out`."""
         for shelf in self._shelves:
-            parts = shelf.counts.add_(1).view(torch.uint8).view(4, -1)
-            shelf.counts = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6
-        self._buffers = {}
+            four = shelf.counts.add_(1).view(torch.uint8).view(-1, 4)
+            packed = four[:, 0] | four[:, 1] << 2 | four[:, 2] << 4 | four[:, 3] << 6
+            self._buffers |= shelf.quarter(packed)
 
-    def bring_back(self) -> None:
-        for shelf in self._shelves:
-            parts = torch.stack([shelf.counts >> place & 3 for place in (0, 2, 4, 6)])
-            self._buffers |= shelf.fill(parts.view(-1).view(torch.int8).sub_(1))
+    def brought_out(self, names: Sequence[str]) -> Tensor:
+        """What was put away of some weights on one device, one after the other: 0, 1 or 2 for a count of -1, 0 or 1."""
+        packed = torch.cat([self._buffers[name] for name in names])
+        places = torch.arange(0, 8, 2, dtype=torch.uint8, device=packed.device)
+        codes = (packed[:, None] >> places).bitwise_and_(3).view(-1).view(torch.int8)
+        sizes = [self.parameters[name].numel() for name in names]
+        if len(codes) == sum(sizes):
+            return codes
+        parts = codes.split([4 * len(self._buffers[name]) for name in names])
+        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
     def let_go(self) -> None:
         """Of the counts; who they were of is still known."""

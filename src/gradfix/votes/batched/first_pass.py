@@ -104,9 +104,10 @@ class LearningWatch(VotingWatch):
                 return opened()
         else:
             output = self._noted_step(func, args, kwargs, weights)
-        for tensor in (output,) if output.__class__ is Tensor else tensors_in(output):
-            if tensor.requires_grad and tensor.is_floating_point():
-                self.computed.add(tensor.dtype)
+        if output.__class__ is not torch.Size:  # models ask for shapes all the time
+            for tensor in (output,) if output.__class__ is Tensor else tensors_in(output):
+                if tensor.requires_grad and tensor.is_floating_point():
+                    self.computed.add(tensor.dtype)
         return output
 
     def _note_picking(self, func: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -134,6 +135,9 @@ class LearningWatch(VotingWatch):
 
     def _holds_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleLayout | None:
         """Where samples seem to lie in what an operation is given besides weights, if they are in it."""
+        first = args[0] if args else None
+        if first.__class__ is Tensor and id(first) not in self.tracked and first.ndim and first.shape[0] == self.samples:
+            return _USUAL  # most calls, found as below
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) not in self.tracked and tensor.ndim and tensor.shape[0]:
                 rows, rest = divmod(tensor.shape[0], self.samples)
@@ -197,7 +201,8 @@ class LearningWatch(VotingWatch):
 
     def fold_use(self, step: Step, call: Call, gradient: Tensor) -> None:
         assert step.layout is not None
-        rows = gradient if step.layout == _USUAL else Samples(self.samples, step.layout).split(gradient)
+        usual = step.layout is _USUAL or step.layout == _USUAL
+        rows = gradient if usual else Samples(self.samples, step.layout).split(gradient)
         dims = list(range(1, rows.ndim))
         heights = torch.linalg.vector_norm(rows, torch.inf, dims) if dims else rows.abs()
         self.heights.append((step, heights))

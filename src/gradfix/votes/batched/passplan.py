@@ -265,10 +265,11 @@ def note_places(
 ) -> CallPlaces | None:
     """Where the tensors of this call stand, if its tensors are arguments themselves and the other arguments plain values."""
     values = [*args, *kwargs.values()]
-    places: dict[int, int] = {}
-    for place, value in enumerate(values):
-        if places.setdefault(id(value), place) != place and isinstance(value, Tensor):
-            return None
+    places = {id(value): place for place, value in enumerate(values)}
+    if len(places) < len(values) and any(
+        places[id(value)] != place for place, value in enumerate(values) if isinstance(value, Tensor)
+    ):
+        return None
     tensors = [*call.weights.values(), *call.inputs.values()]
     used = {places.get(id(tensor)) for tensor in tensors}
     rest = [(place, value) for place, value in enumerate(values) if place not in used]

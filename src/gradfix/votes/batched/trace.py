@@ -217,7 +217,7 @@ class VotingWatch(Watch):
             places = note_places(func, args, kwargs, call, self.tracked)
             if places is not None:
                 self.plan.places[self.position - 1] = places
-        output = func(*self._detached(args), **self._detached(kwargs))
+        output = func(*self._detached(args), **(self._detached(kwargs) if kwargs else {}))
         return self._watched(step, call, output, _saving_is_redirected())
 
     def _spread(self, step: Step, call: Call, func: Any) -> Tensor:

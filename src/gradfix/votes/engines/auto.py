@@ -26,7 +26,7 @@ from gradfix.votes.batched.engine import batched, computed_in, plan_for, prepare
 from gradfix.votes.batched.first_pass import LEAST_SAMPLES, Mixed, learn, turns
 from gradfix.votes.batched.passplan import NeedsLoop, Trust
 from gradfix.votes.batched.recorded import PLAIN, BatchVote, copy_of
-from gradfix.votes.engines.loop import CHECKED_SAMPLES, Engine, LoopCheck, forward, loop
+from gradfix.votes.engines.loop import CHECKED_SAMPLES, Engine, LoneCheck, LoopCheck, forward, loop
 from gradfix.votes.engines.passes import (
     Batch,
     Loss,
@@ -40,7 +40,8 @@ from gradfix.votes.engines.passes import (
 )
 from gradfix.votes.tally import SpotCheck, Tally
 
-FOLLOWING = 3  # batches that are launched before the first is settled; the check comes before the last two of them
+FOLLOWING = 3  # batches that are launched before the first is settled
+BEFORE_CHECK = 1  # of them: the device has work while the check is launched, and few counts wait for it
 MEMORY_SHARE = 0.8
 AGREES = "engine batched: agrees with the loop on the first batch."
 
@@ -130,8 +131,9 @@ def hope(model: nn.Module, loss: Loss, batch: Batch, tally: Tally, parts: Parts)
 class Hope:
     """The first batch, folded without a plan, and a few that followed it: nothing of it counts until it is settled.
 
-    Launching a check takes the host as long as a pass takes a device. So batches are launched before it, in its middle and
-    after it, and the device has work in the meantime; it is waited for by `settle` alone, and there for the check, not for the last batch."""
+    Launching a check takes the host as long as a pass takes a device. So batches are launched before it and after it, and the
+    device has work in the meantime; it is waited for by `settle` alone, and there for the check, not for the last batch. None comes in the
+    middle of the check: all that autograd keeps of a sample would lie beside all that it keeps of a batch."""
 
     def __init__(self, asked: BatchVote, parts: Parts) -> None:
         size, tally, held = asked.count, asked.tally, _allocated(asked.tally)
@@ -141,11 +143,9 @@ class Hope:
         self.learned = learn(self.asked)
         trial.put_away()  # it is not needed before the check, and passes come in between
         self.choice = _trusted((_peak(tally) - held) / size, size, tally)
-        self.compared = LoopCheck(trial, self.learned.plan.dtype)
+        self.compared = LoneCheck(trial, self.learned.plan.dtype)
         self.finite: list[Callable[[], list[list[Any]]]] = []  # of those that followed
-        self.steps = [self._look, self._ask]  # of the check, that are still to come
-        self.lone: list[Tensor] = []  # the losses of single samples, with a graph behind the last
-        self.told: Callable[[], list[list[Any]]] = list
+        self.told: Callable[[], list[list[Any]]] | None = None  # once the check is launched
         self.counts = True  # what was folded, as far as is known
 
     def follow(self, batch: Batch) -> bool:
@@ -155,8 +155,8 @@ class Hope:
         if not self.counts or len(self.finite) == FOLLOWING or self.choice.engine is not batched:
             return False
         try:
-            if len(self.finite) >= FOLLOWING - len(self.steps):
-                self.steps.pop(0)()
+            if self.told is None and len(self.finite) >= BEFORE_CHECK:
+                self.told = self._ask()
             asked = replace(self.asked, batch=batch, count=batch_size(batch), spot=None)
             finite = run_alike(self.learned.plan, asked, self.asked)
             if finite is None:
@@ -174,29 +174,22 @@ class Hope:
             self.asked.tally.clear()
         return found
 
-    def _look(self) -> None:
-        """The forward passes of the check, in which some models wait for the device: the first and the last sample alone."""
+    def _ask(self) -> Callable[[], list[list[Any]]]:
+        """Launch the check: the first and the last sample alone, the last one's votes by the loop, and all that the device is to tell."""
         first, last = (take(self.asked.batch, slice(row, row + 1)) for row in (0, self.asked.count - 1))
-        self.lone = [self.parts.look(first)]
+        alone = self.parts.look(first)
         with one_sample(self.asked.model):
-            self.lone.append(forward(self.asked.loss, self.asked.model, last))
-
-    def _ask(self) -> None:
-        """The last sample's votes by the loop, and all that the device is to tell."""
-        trial = self.compared.trial
-        trial.bring_back()
-        with one_sample(self.asked.model):
-            self.compared.take_back(self.lone[-1])
-        self.lone[-1] = self.lone[-1].detach()[None]
-        again = torch.cat([*self.again, *self.lone])
-        self.told = values_later([*self.compared.questions(), *self.learned.questions(again)])
-        trial.let_go()
+            value = forward(self.asked.loss, self.asked.model, last)
+            self.compared.take_back(value)
+        again = torch.cat([*self.again, alone, value.detach()[None]])
+        told = values_later([*self.compared.questions(), *self.learned.questions(again)])
+        self.compared.trial.let_go()
+        return told
 
     def _verdict(self) -> ChosenEngine | None:
         try:
-            while self.steps:
-                self.steps.pop(0)()
-            told, own = self.told(), len(self.compared.found) + len(self.compared.left)
+            told = (self.told or self._ask())()
+            own = len(self.compared.found) + len(self.compared.left)
             self.learned.refuse_mixing(told[own:])
             if not self.compared.disagreements(told[:own]):
                 self.learned.confirm(self.asked, told[own:], self.compared.heights)

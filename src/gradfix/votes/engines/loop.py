@@ -7,7 +7,7 @@ other engine is compared with: `LoopCheck` does that for a few samples."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -178,16 +178,26 @@ class LoopCheck:
             return
         names, gradients = [name for name, _ in self.waiting], [dense.reshape(-1) for _, dense in self.waiting]
         self.waiting, self.entries = [], 0
-        flat, sizes = torch.cat(gradients), [len(gradient) for gradient in gradients]
+        flat, sizes = torch.cat(gradients), [gradient.numel() for gradient in gradients]
         highest = (
             torch.stack(torch._foreach_norm(gradients, math.inf)) if len(gradients) > 1 else flat.abs().max()[None]
         )
-        bounds = torch.where(highest > 0, self.noise * highest, -1)  # silence is no rounding
-        small = torch.cat([bound.expand(size) for bound, size in zip(bounds.unbind(), sizes)])
-        own = [self.trial[name].view(-1) for name in names]
-        votes = torch.cat(own).add_(flat.sign().to(own[0].dtype)).masked_fill_(flat.abs() <= small, MEANINGLESS)
-        torch._foreach_copy_(own, list(votes.split(sizes)))
+        del gradients  # each copy is as large as many weights
         self.found.append((names, highest))
+        signs, small = flat.sign().to(torch.int8), self._is_small(flat, sizes, highest)
+        del flat
+        self.compare(names, sizes, signs, small)
+
+    def _is_small(self, flat: Tensor, sizes: list[int], highest: Tensor) -> Tensor:
+        """The entries that are rounding beside the highest of their tensor."""
+        bounds = torch.where(highest > 0, self.noise * highest, -1)  # silence is no rounding
+        return flat.abs() <= torch.cat([bound.expand(size) for bound, size in zip(bounds.unbind(), sizes)])
+
+    def compare(self, names: list[str], sizes: list[int], signs: Tensor, small: Tensor) -> None:
+        """Take the signs of some gradients back, where they are not too `small` to mean anything."""
+        own = [self.trial[name].view(-1) for name in names]
+        votes = torch.cat(own).add_(signs).masked_fill_(small, MEANINGLESS)
+        torch._foreach_copy_(own, list(votes.split(sizes)))
 
     def _counts(self, told: Sequence[list[Any]]) -> dict[str, tuple[int, int]]:
         """Of every tensor the votes left, and how many of them mean nothing."""
@@ -201,25 +211,55 @@ class LoopCheck:
         return {name: (round(kept), round(none)) for name, (kept, none) in pairs.items()}
 
 
+class LoneCheck(LoopCheck):
+    """The same for a trial of one sample that is put away: nothing of it is brought out but what is compared just then."""
+
+    def __init__(self, trial: Tally, dtype: torch.dtype) -> None:
+        super().__init__(trial, dtype)
+        self.seen: set[str] = set()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        if name in self.seen:
+            raise UnsafeResult(f"the gradient of {name!r} comes in several parts, and only the first was compared.")
+        self.seen.add(name)
+        super().add(name, gradient)
+
+    def compare(self, names: list[str], sizes: list[int], signs: Tensor, small: Tensor) -> None:
+        left = self.trial.brought_out(names).add_(signs) != 1
+        self.left.append((names, _counted(left | small, small, sizes)))
+
+    def questions(self) -> list[Tensor]:
+        for names in _together(self.trial, self.seen):  # the loop had no gradient of them
+            left = self.trial.brought_out(names) != 1
+            sizes = [self.trial.parameters[name].numel() for name in names]
+            self.left.append((names, _counted(left, torch.zeros_like(left), sizes)))
+        return [values for _, values in (*self.found, *self.left)]
+
+
 def _left(trial: Tally) -> Iterator[tuple[list[str], Tensor]]:
     """Per tensor, the votes that were not taken back, and how many of them mean nothing."""
     for names in _together(trial):
         votes = [trial[name].view(-1) for name in names]
-        flat, sizes = torch.cat(votes), [len(own) for own in votes]
-        kinds = (flat != 0, flat >= MEANINGLESS // 2)
-        sums = [torch.stack(torch._foreach_norm(kind.float().split(sizes), 1)) for kind in kinds]  # in a few launches
-        yield names, torch.stack(sums, 1)
+        flat = torch.cat(votes)
+        yield names, _counted(flat != 0, flat >= MEANINGLESS // 2, [len(own) for own in votes])
 
 
-def _together(trial: Tally) -> Iterator[list[str]]:
+def _counted(left: Tensor, none: Tensor, sizes: list[int]) -> Tensor:
+    """How many entries of each tensor are left, and how many mean nothing; in a few launches."""
+    sums = [torch.stack(torch._foreach_norm(kind.float().split(sizes), 1)) for kind in (left, none)]
+    return torch.stack(sums, 1)
+
+
+def _together(trial: Tally, but: Collection[str] = ()) -> Iterator[list[str]]:
     """Names of tensors on one device that are looked at at once."""
     some, entries = list[str](), 0
-    for name, votes in trial.items():
-        if some and (entries + votes.numel() > TOGETHER or votes.device != trial[some[0]].device):
+    for name, own in trial.parameters.items():
+        if name in but or not own.numel():
+            continue
+        if some and (entries + own.numel() > TOGETHER or own.device != trial.parameters[some[0]].device):
             yield some
             some, entries = [], 0
-        if votes.numel():
-            some.append(name)
-            entries += votes.numel()
+        some.append(name)
+        entries += own.numel()
     if some:
         yield some

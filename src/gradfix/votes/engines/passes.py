@@ -152,19 +152,18 @@ def _keeps(value: Any) -> bool:
 
 def _left(module: nn.Module, before: dict[str, Any]) -> list[str]:
     """Attributes that hold other tensors than before."""
-    found = []
-    for name, value in module.__dict__.items():
-        then = before.get(name)
-        if name in _INTERNAL or value is then:
-            continue
-        if isinstance(value, dict):
-            known = then if isinstance(then, dict) else {}
-            left = any(isinstance(item, Tensor) and known.get(key) is not item for key, item in value.items())
-        else:
-            left = isinstance(value, Tensor)
-        if left:
-            found.append(name)
-    return found
+    changed = [
+        name for name, value in module.__dict__.items() if value is not before.get(name) and name not in _INTERNAL
+    ]
+    return [name for name in changed if _differs(module.__dict__[name], before.get(name))]
+
+
+def _differs(value: Any, then: Any) -> bool:
+    """Whether an attribute holds a tensor that it did not hold before."""
+    if not isinstance(value, dict):
+        return isinstance(value, Tensor)
+    known = then if isinstance(then, dict) else {}
+    return any(isinstance(item, Tensor) and known.get(key) is not item for key, item in value.items())
 
 
 _ABSENT = object()
