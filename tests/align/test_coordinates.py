@@ -10,7 +10,7 @@ import transformers as hf
 
 from gradfix.align.coordinates import OUTSIDES, Side, move
 from gradfix.align.correspondence import Correspondence, correspond, depth_rule
-from gradfix.align.pairing import _by_decomposition, _by_products, polar, side_by_side
+from gradfix.align.pairing import SideBySide, _by_decomposition, _by_products, polar
 from gradfix.errors import CorruptInput
 from gradfix.vectors.taskvector import TaskVector
 from tests.align.symmetry import random_alignment
@@ -229,7 +229,7 @@ def test_rows_of_other_cuts_are_averaged_over_the_same_stretches():
         {"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4)},
         {"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[1, 1, 0]])},
     )
-    first, second = side_by_side(ours, theirs, cut)
+    first, second = SideBySide(cut)(ours, theirs)
     assert first.shape == second.shape == (3, 1)
     assert torch.allclose(first.mean(), ours.mean())
     assert torch.allclose(second, torch.tensor([[0.5], [1.5], [2.5]]))
@@ -238,7 +238,7 @@ def test_rows_of_other_cuts_are_averaged_over_the_same_stretches():
 def test_patches_of_two_sizes_meet_on_one_grid():
     fine, coarse = torch.randn(2, 17, 3), torch.randn(2, 5, 6)
     images = ({"pixel_values": torch.empty(2)}, {"pixel_values": torch.empty(2)})
-    first, second = side_by_side(fine, coarse, images)
+    first, second = SideBySide(images)(fine, coarse)
     assert first.shape == (10, 3) and second.shape == (10, 6)
     assert torch.allclose(first[1], fine[0, [1, 2, 5, 6]].mean(0), atol=1e-6)
     assert torch.equal(second, coarse.flatten(0, 1))
@@ -247,7 +247,7 @@ def test_patches_of_two_sizes_meet_on_one_grid():
 def test_registers_are_no_patches():
     picture = {"pixel_values": torch.empty(2, 3, 16, 16)}
     plain, registers = torch.randn(2, 5, 3), torch.randn(2, 9, 3)  # one class token; and four registers beside it
-    first, second = side_by_side(plain, registers, (picture, picture))
+    first, second = SideBySide((picture, picture))(plain, registers)
     assert torch.equal(first, plain.flatten(0, 1))
     assert torch.equal(second, registers[:, [0, 5, 6, 7, 8]].flatten(0, 1))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.align.correspondence import Correspondence, LinearPair, Nothing, Table
-from gradfix.align.pairing import polars, side_by_side
+from gradfix.align.pairing import SideBySide, polars
 from gradfix.align.roles import Part
 from gradfix.checkpoints.matched import is_output_table
 from gradfix.checkpoints.slices import is_split
@@ -193,15 +193,15 @@ def _products(
             )
         )
         sums.passes += sum(len(next(iter(batch.values()))) for batch in both)
-        seen: set[tuple[str, int, str]] = set()
+        paired, seen = SideBySide(both), set[tuple[str, int, str]]()
         for pair in group:
             before, after = ours[pair.source.name], theirs[pair.target.name]
             if _inside(pair) not in seen:
                 seen.add(_inside(pair))
-                sums.add(_inside(pair), *side_by_side(before.inputs, after.inputs, both))
+                sums.add(_inside(pair), *paired(before.inputs, after.inputs))
             for kind in outsides:
                 outputs = _cut(before.outputs[kind], pair.source), _cut(after.outputs[kind], pair.target)
-                sums.add((kind, pair.target.place), *side_by_side(*outputs, both))
+                sums.add((kind, pair.target.place), *paired(*outputs))
     return sums
 
 

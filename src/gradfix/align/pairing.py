@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,23 +18,39 @@ Batch = Mapping[str, Tensor]
 TOGETHER = 2**26  # entries of matrices that are decomposed at once
 
 
-def side_by_side(ours: Tensor, theirs: Tensor, batches: tuple[Batch, Batch]) -> tuple[Tensor, Tensor]:
-    """Two captured tensors (samples, ..., units) as matrices with equal numbers of rows."""
-    pair = ours, theirs
-    if ours.dim() == theirs.dim() == 2:
-        return pair
-    masks = [_mask(tensor, batch) for tensor, batch in zip(pair, batches, strict=True)]
-    if ours.shape[:-1] == theirs.shape[:-1] and _same_pieces(*batches):
-        keep = masks[0] if masks[0] is not None else torch.ones(ours.shape[:-1], dtype=torch.bool)
-        return ours[keep.to(ours.device)], theirs[keep.to(theirs.device)]
-    cells = [tensor.flatten(0, -3) for tensor in pair]
-    if masks[0] is None and masks[1] is None and "pixel_values" in batches[0]:
-        sides = [_patches_in_a_row(tensor, batch) for tensor, batch in zip(cells, batches, strict=True)]
-        first, second = (_grid(tensor, side, min(sides)) for tensor, side in zip(cells, sides, strict=True))
-    else:
-        size = min(tensor.shape[1] for tensor in cells)
-        first, second = (_stretches(tensor, mask, size) for tensor, mask in zip(cells, masks, strict=True))
-    return first.flatten(0, 1), second.flatten(0, 1)
+class SideBySide:
+    """The same samples as two models read them: which rows answer to which is found once for all that is captured."""
+
+    def __init__(self, batches: tuple[Batch, Batch]) -> None:
+        self.batches = batches
+
+    def __call__(self, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+        """Two captured tensors (samples, ..., units) as matrices with equal numbers of rows."""
+        pair = ours, theirs
+        if ours.dim() == theirs.dim() == 2:
+            return pair
+        masks = [_mask(tensor, batch) for tensor, batch in zip(pair, self.batches, strict=True)]
+        if ours.shape[:-1] == theirs.shape[:-1] and self._alike:
+            if masks[0] is None:
+                return ours.flatten(0, -2), theirs.flatten(0, -2)
+            return ours.flatten(0, -2)[self._seen.to(ours.device)], theirs.flatten(0, -2)[self._seen.to(theirs.device)]
+        cells = [tensor.flatten(0, -3) for tensor in pair]
+        if masks[0] is None and masks[1] is None and "pixel_values" in self.batches[0]:
+            sides = [_patches_in_a_row(tensor, batch) for tensor, batch in zip(cells, self.batches, strict=True)]
+            first, second = (_grid(tensor, side, min(sides)) for tensor, side in zip(cells, sides, strict=True))
+        else:
+            size = min(tensor.shape[1] for tensor in cells)
+            first, second = (_stretches(tensor, mask, size) for tensor, mask in zip(cells, masks, strict=True))
+        return first.flatten(0, 1), second.flatten(0, 1)
+
+    @cached_property
+    def _alike(self) -> bool:
+        return _same_pieces(*self.batches)
+
+    @cached_property
+    def _seen(self) -> Tensor:
+        """The rows that are no padding; to find them the host waits for the device."""
+        return self.batches[0]["attention_mask"].flatten().nonzero().flatten()
 
 
 def _same_pieces(first: Batch, second: Batch) -> bool:
