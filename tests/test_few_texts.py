@@ -1,4 +1,4 @@
-"""Few texts are cut into shorter pieces, and more of them; what that costs is counted in tokens."""
+"""Texts are cut into shorter pieces, and more of them; what that costs is counted in tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradfix.training.remix import beside_sentences, remix, splice_words
 from gradfix.vectors.taskvector import TaskVector
 from tests.arenas import LABELS, NumbersBound, rows, setting
 
-USUAL, SHORTER = Teaching(), Teaching().of_few_texts()
+USUAL, SHORTER = Teaching(), Teaching().of_texts()
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it"
 
 
@@ -40,22 +40,30 @@ class Words(NumbersBound):
         return model(batch["input_ids"])
 
 
-def moved(texts: int, *, target: int = 600, asked: bool = True) -> Best:
+def moved(texts: int, *, target: int = 600, asked: bool = True, besides: int = 0) -> Best:
     words = TEXT.split()
-    rotated = [" ".join([f"{n}", *words[n % 14 :], *words[: n % 14], f"{n + 1}"]) for n in range(texts)]
+    rotated = [" ".join([f"{n}", *words[n % 14 :], *words[: n % 14], f"{n + 1}"]) for n in range(texts + besides)]
     examples = [{"text": text, "label": LABELS[n % 2]} for n, text in enumerate(rotated)]
     tau = TaskVector({"weight": torch.full((target, len(LABELS)), 0.1)})
-    return best(Words(target), tau, examples, teacher=Words(knows=True) if asked else None)
+    teacher = Words(knows=True) if asked else None
+    return best(Words(target), tau, examples[:texts], teacher=teacher, unlabelled=examples[texts:])
 
 
 def steps_of(found: Best) -> int:
     return int(found.parts["steps"])
 
 
-def test_few_texts_are_asked_about_more_often() -> None:
-    few, many = moved(31), moved(32)
-    assert (steps_of(few), few.parts["asked"]) == (SHORTER.steps, SHORTER.pool)
-    assert (steps_of(many), many.parts["asked"]) == (USUAL.steps, USUAL.pool)
+@pytest.mark.parametrize("texts", [10, 100])
+def test_more_and_shorter_texts_are_asked_about(texts: int) -> None:
+    found, beside_real_ones = moved(texts), moved(texts, besides=40)
+    assert (steps_of(found), found.parts["asked"]) == (SHORTER.steps, SHORTER.pool)
+    assert (steps_of(beside_real_ones), beside_real_ones.parts["asked"]) == (USUAL.steps, USUAL.pool)
+
+
+def test_real_inputs_are_learned_from_in_more_and_smaller_steps() -> None:
+    found = moved(10, besides=320)
+    assert (steps_of(found), found.parts["asked"]) == (USUAL.real().steps, 320)
+    assert USUAL.real().steps > USUAL.steps and USUAL.real().unlabelled < USUAL.unlabelled
 
 
 def test_a_target_that_has_outgrown_its_teacher_is_taught_as_before() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gradfix.align.coordinates import Moved
@@ -19,6 +20,7 @@ from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
+from gradfix.training.along import Along
 from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
@@ -133,11 +135,14 @@ def best(
     if len(unlabelled or ()) >= ENOUGH and len(lesson):
         recipe = recipe.real()
     follows, probes = probe_of(bound, labelled, lesson, recipe)
+    along = None
+    if start.vector is not None:
+        along = partial(Along, vector=start.vector, unit=start.alpha, share=recipe.along / rate, betas=recipe.betas)
     passes = looked = 0
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
             dial.turn(start.alpha)
-            passes += distil(bound, labelled, lesson, size, recipe, seed)
+            passes += distil(bound, labelled, lesson, size, recipe, seed, along)
             with left_as_it_was(bound.model):
                 left_behind = len(lesson) > 0 and not follows() <= start.value
             update = change(bound.model, before)

@@ -26,6 +26,7 @@ from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
+from gradfix.training.along import Along
 from gradfix.training.steps import Training, draws, take_steps, trainable_weights
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
@@ -43,34 +44,33 @@ class Teaching:
     fast: in a few dozen steps the usual ones carry the first, steep gradients to the end.
     `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about. `mapped`
     of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start. `natural` is
-    the share of the made-up inputs that hold a piece of a natural sentence, `piece` how much of a text a piece may take."""
+    the share of the made-up inputs that hold a piece of a natural sentence, `piece` how much of a text a piece may take.
+    `along` is the rate at which every matrix learns how far to go along the vector, in multiples of its way so far."""
 
-    steps: int = 32
+    steps: int = 36
     rate: float = 0.2
     betas: tuple[float, float] = (0.5, 0.9)
     labelled: int = 12
     unlabelled: int = 40
-    pool: int = 1280
+    pool: int = 1440
     temperature: float = 2.0
     prior: float = 16.0
     probes: int = 48
-    mapped: int = 256
+    mapped: int = 128
     map_batch: int = 64
     natural: float = 0.5
     piece: float = 1.0
+    along: float = 0.4
 
     def real(self) -> Teaching:
-        """The same number of samples in more and smaller steps: what real inputs repay and made-up ones do not."""
-        return replace(self, steps=2 * self.steps, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2)
+        """More and smaller steps: what real inputs repay and made-up ones do not, and what answers to the latter would cost."""
+        return replace(self, steps=self.steps * 5 // 2, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2)
 
-    def of_few_texts(self) -> Teaching:
-        """More inputs, half as long, in more steps: as many tokens, and more that is new in them.
-
-        What the longer ones among them cost is taken from the comparison of units."""
+    def of_texts(self) -> Teaching:
+        """More inputs, half as long, in more steps: as many tokens, and more that is new in them."""
         return replace(
-            self, steps=self.steps * 7 // 4, labelled=self.labelled // 2, pool=self.pool * 7 // 4,
-            mapped=self.mapped * 3 // 4, piece=self.piece / 2,
-        )  # fmt: skip
+            self, steps=self.steps * 7 // 4, labelled=self.labelled // 2, pool=self.pool * 7 // 4, piece=self.piece / 2
+        )
 
     def stretches(self) -> list[tuple[int, float]]:
         """How many inputs are made up of pieces how long, in the order of a lesson.
@@ -210,19 +210,28 @@ def unbiased_divergence(student: Tensor, teacher: Tensor) -> float:
     return float(divergence(student - (student - teacher).mean(0), teacher).mean())
 
 
-def distil(bound: Bound, labelled: Batch | None, lesson: Lesson, rate: float, teaching: Teaching, seed: int) -> int:
+def distil(
+    bound: Bound,
+    labelled: Batch | None,
+    lesson: Lesson,
+    rate: float,
+    teaching: Teaching,
+    seed: int,
+    along: Callable[[Mapping[str, nn.Parameter]], Along] | None = None,
+) -> int:
     """Train `bound.model` in place; returns how many samples went forward and backward, shorter ones as parts of one.
 
     The loss is w * cross-entropy on the labelled samples + the divergence from the teacher on the others, with
     w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone, no labelled samples
-    the divergence."""
+    the divergence. `along` makes the coefficients of a vector that are learned beside the weights."""
 
     def diverged(step: int, _: float) -> DataError:
         return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
 
+    weights = trainable_weights(bound)
     training = Training(
-        trainable_weights(bound), lambda step: rate * _schedule(step, teaching.steps), diverged, steps=teaching.steps,
-        betas=teaching.betas,
+        weights, lambda step: rate * _schedule(step, teaching.steps), diverged, steps=teaching.steps,
+        betas=teaching.betas, along=along and along(weights),
     )  # fmt: skip
     count = 0 if labelled is None else len(labelled["labels"])
     wanted = (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)

@@ -81,14 +81,14 @@ def _new_inputs(
 def teaching_for(
     bound: Bound, teacher: Bound | None, examples: Sequence[Example], unlabelled: Sequence[Example]
 ) -> Teaching:
-    """The recipe for these inputs. Few texts are cut shorter, and more often: their pieces soon repeat each other.
+    """The recipe for these inputs. Made-up texts are cut shorter, and more of them are made.
 
     Not where the target has outgrown the teacher: it ends above it, and is held back by being taught more."""
-    few = 0 < len(examples) + len(unlabelled) < FEW
-    if teacher is None or not can_teach(bound) or not few or _body(bound) > LARGER * _body(teacher):
+    known = [*examples, *unlabelled]
+    if teacher is None or not can_teach(bound) or not known or len(unlabelled) >= FEW:
         return Teaching()
-    first = {"label": bound.labels[0], **[*examples, *unlabelled][0]}
-    return Teaching().of_few_texts() if _reads_texts(bound.collate([first])) else Teaching()
+    texts = _reads_texts(bound.collate([{"label": bound.labels[0], **known[0]}]))
+    return Teaching().of_texts() if texts and _body(bound) <= LARGER * _body(teacher) else Teaching()
 
 
 def _body(bound: Bound) -> int:
@@ -129,7 +129,17 @@ def reads_alike(bound: Bound, teacher: Bound) -> bool:
     first, second = (getattr(side, "encoder", None) for side in (bound, teacher))
     if not isinstance(first, TextEncoder) or not isinstance(second, TextEncoder):
         return False
-    settings = [(one.prompt, one.lower, one.max_length, one.tokenizer.model_input_names) for one in (first, second)]
+    settings = [
+        (
+            one.prompt,
+            one.own.prompts,
+            one.own.include_prompt,
+            one.lower,
+            one.max_length,
+            one.tokenizer.model_input_names,
+        )
+        for one in (first, second)
+    ]
     devices = {next(side.model.parameters()).device for side in (bound, teacher)}
     return settings[0] == settings[1] and len(devices) == 1 and same_tokenizer_files(first.tokenizer, second.tokenizer)
 

@@ -25,6 +25,7 @@ from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
 from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, picked, take
+from gradfix.training.lessons import reads_alike
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
 from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
@@ -175,11 +176,13 @@ def lesson_for(
         made = splice_words(words, recipe.pool - len(texts) - len(known), seed)
         texts += [(PLAIN, text) for text in dict.fromkeys(made) if text not in set(words)]
     texts += known
-    with torch.no_grad(), left_as_it_was(teacher.model):
-        vectors = teacher.vectors(teacher.model, texts)
+    ours = bound.encoder.read(texts)
+    theirs = ours if reads_alike(bound, teacher) else teacher.encoder.read(texts)
+    with left_as_it_was(teacher.model):
+        vectors = _read(teacher, theirs)
     if not bool(torch.isfinite(vectors).all()):
         raise DataError("the old fine-tune's vectors of these texts are not finite.")
-    return Relations(bound.encoder.read(texts), teacher.encoder.read(texts), vectors, _right(known, examples))
+    return Relations(ours, theirs, vectors, _right(known, examples))
 
 
 def gone_on(lesson: Relations, teacher: EmbeddingBound, old: Old, further: float) -> Relations:

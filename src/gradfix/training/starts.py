@@ -88,7 +88,9 @@ def best_start(
     bound: Bound, vectors: Mapping[str, TaskVector], probe: tuple[Callable[[], float], int]
 ) -> tuple[Start, list[Start]]:
     """The start where the probe is lowest, and all that were tried."""
-    tried = [_walk(bound, name, vector, probe) for name, vector in vectors.items()]
+    tried: list[Start] = []
+    for name, vector in vectors.items():
+        tried.append(_walk(bound, name, vector, probe, tried[0].curve[0] if tried else None))
     if not tried:
         return Start(NONE, None, 0.0), []
     best = min(tried, key=lambda start: start.value)
@@ -111,11 +113,19 @@ def probe_of(bound: Bound, labelled: Batch | None, lesson: Lesson, recipe: Teach
     return loss, len(few["labels"])
 
 
-def _walk(bound: Bound, name: str, vector: TaskVector, probe: tuple[Callable[[], float], int]) -> Start:
+def _walk(
+    bound: Bound,
+    name: str,
+    vector: TaskVector,
+    probe: tuple[Callable[[], float], int],
+    at_zero: tuple[float, float] | None,
+) -> Start:
+    """How the probe changes along a vector; the target itself, where all vectors begin, is measured once for all."""
     measure, samples = probe
-    curve: list[tuple[float, float]] = []
+    curve = [] if at_zero is None else [at_zero]
+    known = len(curve)
     with dialled(bound.model, vector) as dial:
-        for alpha in ALPHAS:
+        for alpha in ALPHAS[known:]:
             dial.turn(alpha)
             value = measure()
             curve.append((alpha, math.inf if math.isnan(value) else value))
@@ -123,7 +133,7 @@ def _walk(bound: Bound, name: str, vector: TaskVector, probe: tuple[Callable[[],
             if len(curve) - 1 - lowest >= PATIENCE:
                 break
     alpha = min(curve, key=lambda point: point[1])[0]
-    return Start(name, vector, alpha, tuple(curve), len(curve) * samples)
+    return Start(name, vector, alpha, tuple(curve), (len(curve) - known) * samples)
 
 
 def in_coordinates(

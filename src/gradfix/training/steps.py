@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from gradfix.system import modules
 from gradfix.system.meter import step_taken
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound
+from gradfix.training.along import Along
 from gradfix.vectors.taskvector import TaskVector
 
 Schedule = Callable[[float], float]
@@ -71,7 +73,7 @@ class Training:
     """Named parameters under AdamW. `rate` and `diverged` are told the step's number, counted from 0, of `steps` in all.
 
     A loss that is not finite raises what `diverged` makes of it. With `masters`, half-precision weights are stepped
-    through float32 copies, because a step of 1e-5 rounds away in bfloat16."""
+    through float32 copies, because a step of 1e-5 rounds away in bfloat16. `along` steps on beside the weights."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Training:
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         masters: bool = False,
+        along: Along | None = None,
     ) -> None:
         exact = (torch.float32, torch.float64)
         self.parameters, self.rate, self.diverged, self.steps = parameters, rate, diverged, steps
@@ -91,6 +94,22 @@ class Training:
             for name, p in parameters.items()
         }
         self.optimizer = torch.optim.AdamW(list(self.masters.values()), weight_decay=weight_decay, betas=betas)
+        self.along = along if along is not None and along.ways else None
+
+    def rates(self, rate: Any) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
+        """Every optimizer with its own rate, where that of the weights is this one."""
+        yield self.optimizer, rate
+        if self.along is not None:
+            yield self.along.optimizer, rate * self.along.share
+
+    def move(self) -> None:
+        """The step itself: all gradients are there, and all rates are set."""
+        if self.along is not None:
+            self.along.look()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.along is not None:
+            self.along.go()
 
     def step(self, number: int, losses: Iterable[Tensor | Callable[[], Tensor]]) -> float:
         """One step down the sum of the losses, each made and sent backward before the next; returns that sum.
@@ -114,15 +133,15 @@ class Training:
         apart = {name: p for name, p in self.parameters.items() if not is_split(p)}
         if group.size > 1 and apart:
             add_up_gradients(apart)
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = self.rate(number)
+        for optimizer, rate in self.rates(self.rate(number)):
+            for settings in optimizer.param_groups:
+                settings["lr"] = rate
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.to(master.dtype)
                 parameter.grad = None
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.move()
         self._publish()
         step_taken(number + 1, self.steps)
         return whole
@@ -289,19 +308,19 @@ class Played:
     def __init__(self, training: Training, own: Rows, columns: Rows, loss: Callable[..., Tensor]) -> None:
         self.training, self.own, self.columns = training, own, columns
         device = own[0].device
-        self.rate, self.loss = torch.zeros((), device=device), torch.zeros((), device=device)
-        optimizer = training.optimizer
-        for state in optimizer.state.values():
-            state["step"] = state["step"].to(device)
-        for settings in optimizer.param_groups:
-            settings |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "lr": self.rate}
+        self.loss, self.rates = torch.zeros((), device=device), list[Tensor]()
+        for optimizer, _ in training.rates(0.0):
+            self.rates.append(torch.zeros((), device=device))
+            for state in optimizer.state.values():
+                state["step"] = state["step"].to(device)
+            for settings in optimizer.param_groups:
+                settings |= {"capturable": device.type == "cuda", "fused": device.type == "cuda", "lr": self.rates[-1]}
 
         def once() -> None:
             value = loss(*own)
             self.loss.copy_(value.detach())
             value.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            training.move()
 
         self.play = modules.capture(once)
 
@@ -313,7 +332,8 @@ class Played:
         for step in range(first, steps):
             for own, column in zip(self.own, self.columns, strict=True):
                 own.copy_(column[step])
-            self.rate.copy_(rates[step])
+            for own_rate, (_, rate) in zip(self.rates, self.training.rates(rates[step]), strict=True):
+                own_rate.copy_(rate)
             self.play()
             losses[step].copy_(self.loss)
         step_taken(steps, self.training.steps)

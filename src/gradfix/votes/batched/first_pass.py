@@ -136,7 +136,12 @@ class LearningWatch(VotingWatch):
     def _holds_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampleLayout | None:
         """Where samples seem to lie in what an operation is given besides weights, if they are in it."""
         first = args[0] if args else None
-        if first.__class__ is Tensor and id(first) not in self.tracked and first.ndim and first.shape[0] == self.samples:
+        if (
+            first.__class__ is Tensor
+            and id(first) not in self.tracked
+            and first.ndim
+            and first.shape[0] == self.samples
+        ):
             return _USUAL  # most calls, found as below
         for tensor in tensors_in((args, kwargs)):
             if id(tensor) not in self.tracked and tensor.ndim and tensor.shape[0]:
