@@ -37,8 +37,8 @@ class Along:
             if parameter.dim() > 1 and name in vector
         ]
         self.split = any(is_split(parameter) for parameter, _ in self.ways)
-        device = self.ways[0][1].device if self.ways else None
-        self.coefficients = nn.Parameter(torch.zeros(len(self.ways), device=device))
+        like = self.ways[0][1] if self.ways else torch.zeros(())
+        self.coefficients = nn.Parameter(torch.zeros(len(self.ways), device=like.device, dtype=_wide(like)))
         self.gone = torch.zeros_like(self.coefficients)
         self.optimizer = torch.optim.AdamW([self.coefficients], weight_decay=0.0, betas=betas)
 
@@ -52,8 +52,9 @@ class Along:
 
     def _slope(self, parameter: Any, way: Tensor) -> Tensor:
         if parameter.grad is None:
-            return torch.zeros((), device=way.device)
-        slope = (own_slice(parameter.grad, parameter).float() * way).sum().float()
+            return self.gone.new_zeros(())
+        gradient = own_slice(parameter.grad, parameter)
+        slope = (gradient.to(_wide(gradient)) * way).sum().to(self.gone)
         return slope / current().size if self.split and not is_split(parameter) else slope
 
     @torch.no_grad()
@@ -64,6 +65,9 @@ class Along:
         steps = self.unit * (self.coefficients - self.gone)
         for (parameter, way), step in zip(self.ways, steps.unbind(), strict=True):
             weight = own_slice(parameter.detach(), parameter)
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            weight.copy_(weight.to(wide) + step * way)
+            weight.copy_(weight.to(_wide(weight)) + step * way)
         self.gone.copy_(self.coefficients)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
