@@ -242,7 +242,7 @@ def _probe(bound: Bound, lesson: Lesson | Relations) -> tuple[Callable[[], float
     if isinstance(lesson, Lesson):
         return probe_of(bound, None, lesson, Teaching())
     assert isinstance(bound, EmbeddingBound)
-    return relations.probe_of(bound, lesson, Teaching())
+    return relations.probe_of(bound, lesson, relations.SETTING)
 
 
 def _shared_turn(trial: Trial, support: Support, how: str) -> Turned:
@@ -264,7 +264,7 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
     if not old.correspondence.linear:
         raise NotHere("no linear map of the target answers to one of the base. `--method best` needs none.")
     if isinstance(trial.bound, EmbeddingBound) and isinstance(teacher, EmbeddingBound):
-        recipe = Teaching()
+        recipe = relations.SETTING
         related = relations.lesson_for(trial.bound, teacher, support.examples, trial.unlabelled, recipe, support.seed)
         moved = relations.in_their_relations(trial.bound, teacher, old, related, recipe, how)
         trial.bill.own += Work(forward=len(related) + moved.passes, backward=moved.passes)

@@ -25,7 +25,7 @@ from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
 from gradfix.training.lessons import lesson_for, teaching_for, vocabulary
-from gradfix.training.relations import learn_relations
+from gradfix.training.relations import SETTING, learn_relations
 from gradfix.training.starts import (
     COORDINATES,
     NONE,
@@ -118,7 +118,7 @@ def best(
             "check the data, --shots and --unlabelled."
         )
     if isinstance(bound, EmbeddingBound):
-        return _by_relations(bound, tau, examples, teacher, unlabelled or (), old, recipe or Teaching(), seed)
+        return _by_relations(bound, tau, examples, teacher, unlabelled or (), old, recipe or SETTING, seed)
     recipe = recipe or teaching_for(bound, teacher, examples, unlabelled or ())
     labelled = bound.collate(examples) if examples else None
     lent = old.lent if old is not None else None

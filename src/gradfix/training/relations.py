@@ -32,12 +32,13 @@ from gradfix.training.steps import Training, change, draws, take_steps, trainabl
 from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
+SETTING = Teaching(pool=1280, mapped=256)  # the parts of the recipe that texts without answers share with it
 SHARPER = tuple(2 ** (step / 2) for step in range(-4, 7))  # what a student's similarities may be multiplied by
 
 
 @dataclass(frozen=True, kw_only=True)
 class Relating:
-    """How relations are taught; what is not said here is as in `Teaching`.
+    """How relations are taught; what is not said here is as in `SETTING`.
 
     `temperature` makes similarities a distribution; `contrast` is that of labelled pairs. `turned` weighs how far a
     text's vector lies from the teacher's, turned to the student's space. `further` is how far the teacher's vectors go
