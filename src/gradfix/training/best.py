@@ -20,7 +20,6 @@ from gradfix.system.modules import left_as_it_was, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
-from gradfix.training.along import Along
 from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
@@ -39,7 +38,7 @@ from gradfix.training.starts import (
     step_unit,
 )
 from gradfix.training.steps import change
-from gradfix.vectors.scale import dialled
+from gradfix.vectors.scale import Coefficients, dialled
 from gradfix.vectors.taskvector import TaskVector
 
 
@@ -137,7 +136,9 @@ def best(
     follows, probes = probe_of(bound, labelled, lesson, recipe)
     along = None
     if start.vector is not None:
-        along = partial(Along, vector=start.vector, unit=start.alpha, share=recipe.along / rate, betas=recipe.betas)
+        along = partial(
+            Coefficients, vector=start.vector, unit=start.alpha, share=recipe.along / rate, betas=recipe.betas
+        )
     passes = looked = 0
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:

@@ -26,8 +26,8 @@ from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
-from gradfix.training.along import Along
 from gradfix.training.steps import Training, draws, take_steps, trainable_weights
+from gradfix.vectors.scale import Coefficients
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 
@@ -217,7 +217,7 @@ def distil(
     rate: float,
     teaching: Teaching,
     seed: int,
-    along: Callable[[Mapping[str, nn.Parameter]], Along] | None = None,
+    along: Callable[[Mapping[str, nn.Parameter]], Coefficients] | None = None,
 ) -> int:
     """Train `bound.model` in place; returns how many samples went forward and backward, shorter ones as parts of one.
 

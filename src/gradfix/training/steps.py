@@ -25,7 +25,7 @@ from gradfix.system import modules
 from gradfix.system.meter import step_taken
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound
-from gradfix.training.along import Along
+from gradfix.vectors.scale import Coefficients
 from gradfix.vectors.taskvector import TaskVector
 
 Schedule = Callable[[float], float]
@@ -85,7 +85,7 @@ class Training:
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         masters: bool = False,
-        along: Along | None = None,
+        along: Coefficients | None = None,
     ) -> None:
         exact = (torch.float32, torch.float64)
         self.parameters, self.rate, self.diverged, self.steps = parameters, rate, diverged, steps

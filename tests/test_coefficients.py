@@ -10,9 +10,9 @@ from torch import nn
 from torch.func import functional_call
 
 from gradfix.errors import DataError
-from gradfix.training.along import Along
 from gradfix.training.distil import Teaching
 from gradfix.training.steps import Training
+from gradfix.vectors.scale import Coefficients
 
 UNIT, BETAS = 1.5, (0.5, 0.9)
 
@@ -31,13 +31,13 @@ def test_the_gradient_of_a_coefficient_is_what_autograd_says() -> None:
     own, inputs = model(), torch.randn(10, 6, dtype=torch.float64)
     vector, weights = vector_for(own), dict(own.named_parameters())
     matrices = [name for name, p in weights.items() if p.dim() > 1]
-    found = Along(weights, vector, UNIT, 1.0, BETAS)
+    found = Coefficients(weights, vector, UNIT, 1.0, BETAS)
     own(inputs).square().sum().backward()
     found.look()
     free = torch.zeros(len(matrices), dtype=torch.float64, requires_grad=True)
     moved = {name: weights[name].detach() + UNIT * c * vector[name] for name, c in zip(matrices, free, strict=True)}
     functional_call(own, moved, inputs).square().sum().backward()
-    torch.testing.assert_close(found.coefficients.grad, free.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.values.grad, free.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_matrix_moves_by_its_coefficient_and_the_rest_stays() -> None:
@@ -45,9 +45,9 @@ def test_a_matrix_moves_by_its_coefficient_and_the_rest_stays() -> None:
     vector, weights = vector_for(own), dict(own.named_parameters())
     del vector["2.weight"]
     before = {name: p.detach().clone() for name, p in weights.items()}
-    found = Along(weights, vector, UNIT, 1.0, BETAS)
+    found = Coefficients(weights, vector, UNIT, 1.0, BETAS)
     found.optimizer.param_groups[0]["lr"] = 0.1
-    found.coefficients.grad = torch.tensor([2.0, -3.0], dtype=torch.float64)
+    found.values.grad = torch.tensor([2.0, -3.0], dtype=torch.float64)
     found.go()
     for name, weight in weights.items():
         step = {"0.weight": -0.1, "4.weight": 0.1}.get(name, 0.0)  # AdamW's first step is as large as its rate
@@ -64,7 +64,7 @@ def distance(along: bool, dtype: torch.dtype = torch.float64) -> float:
     wanted = functional_call(own, there, inputs).detach()
     training = Training(
         weights, lambda step: 0.003 * (1 - step / 30), lambda *_: DataError("diverged"), steps=30, betas=BETAS,
-        along=Along(weights, vector, 1.0, 0.2 / 0.003, BETAS) if along else None,
+        along=Coefficients(weights, vector, 1.0, 0.2 / 0.003, BETAS) if along else None,
     )  # fmt: skip
     for step in range(30):
         training.step(step, [(own(inputs) - wanted).square().mean()])
@@ -82,7 +82,7 @@ def test_half_precision_moves_as_well() -> None:
 def test_a_vector_that_names_no_matrix_is_nothing_to_learn() -> None:
     own = model()
     weights = dict(own.named_parameters())
-    none = Along(weights, {"elsewhere": torch.ones(2, 2)}, UNIT, 1.0, BETAS)
+    none = Coefficients(weights, {"elsewhere": torch.ones(2, 2)}, UNIT, 1.0, BETAS)
     training = Training(weights, lambda _: 0.1, lambda *_: DataError("diverged"), steps=1, along=none)
     assert training.along is None
 
@@ -95,11 +95,11 @@ def test_the_recipe_says_how_fast(along: float, monkeypatch: pytest.MonkeyPatch)
 
     shares: list[float] = []
 
-    def noted(*words: object, share: float, **options: object) -> Along:
+    def noted(*words: object, share: float, **options: object) -> Coefficients:
         shares.append(share)
-        return Along(*words, share=share, **options)  # type: ignore[arg-type]
+        return Coefficients(*words, share=share, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recipe, "Along", noted)
+    monkeypatch.setattr(recipe, "Coefficients", noted)
     pair = setting()
     tau = TaskVector.between(pair["base"], pair["tuned"])
     ask = partial(recipe.best, pair["target"], tau, rows(6, 40, 0.7), teacher=NumbersBound(pair["tuned"]))
