@@ -10,9 +10,12 @@ from torch import nn
 from torch.func import functional_call
 
 from gradfix.errors import DataError
+from gradfix.training import best as recipe
 from gradfix.training.distil import Teaching
 from gradfix.training.steps import Training
 from gradfix.vectors.scale import Coefficients
+from gradfix.vectors.taskvector import TaskVector
+from tests.arenas import NumbersBound, rows, setting
 
 UNIT, BETAS = 1.5, (0.5, 0.9)
 
@@ -89,10 +92,6 @@ def test_a_vector_that_names_no_matrix_is_nothing_to_learn() -> None:
 
 @pytest.mark.parametrize("along", [0.0, 0.4])
 def test_the_recipe_says_how_fast(along: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradfix.training import best as recipe
-    from gradfix.vectors.taskvector import TaskVector
-    from tests.arenas import NumbersBound, rows, setting
-
     shares: list[float] = []
 
     def noted(*words: object, share: float, **options: object) -> Coefficients:
@@ -105,3 +104,10 @@ def test_the_recipe_says_how_fast(along: float, monkeypatch: pytest.MonkeyPatch)
     ask = partial(recipe.best, pair["target"], tau, rows(6, 40, 0.7), teacher=NumbersBound(pair["tuned"]))
     found = ask(recipe=Teaching(along=along))
     assert shares and shares[0] * found.parts["rate"] == pytest.approx(along)
+
+
+def test_labels_alone_do_not_say_how_far_each_matrix_should_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe, "Coefficients", lambda *_, **__: pytest.fail("learned from labels alone"))
+    pair = setting()
+    found = recipe.best(pair["target"], TaskVector.between(pair["base"], pair["tuned"]), rows(6, 40, 0.7), seed=3)
+    assert found.alpha and not found.parts["asked"]

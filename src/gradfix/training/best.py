@@ -135,10 +135,9 @@ def best(
         recipe = recipe.real()
     follows, probes = probe_of(bound, labelled, lesson, recipe)
     along = None
-    if start.vector is not None:
-        along = partial(
-            Coefficients, vector=start.vector, unit=start.alpha, share=recipe.along / rate, betas=recipe.betas
-        )
+    if start.vector is not None and len(lesson):  # a handful of labels does not say how far each matrix should go
+        share = recipe.along / rate
+        along = partial(Coefficients, vector=start.vector, unit=start.alpha, share=share, betas=recipe.betas)
     passes = looked = 0
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
