@@ -97,6 +97,19 @@ def test_names_beside_an_adapter_are_read_and_nameless_classes_say_what_to_do(tm
     assert TASKS["classification"](named).open(tmp_path / "tuned").labels == list(named)
 
 
+def test_names_beside_an_adapter_of_two_classes_are_read_as_well(tmp_path: Path) -> None:
+    """A base says nothing of classes, and two are what its config then has by default."""
+    base, target = save_tiny("bert", tmp_path / "base"), save_tiny("bert", tmp_path / "target", seed=5)
+    named = {"bad": "", "good": ""}
+    adapter(tmp_path / "tuned", base, classes=2)
+    with pytest.raises(DataError, match=r"is no class of .*tuned.*no names.*id2label"):
+        TASKS["classification"](named).open(target, head_from=tmp_path / "tuned", base=base)
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps({"id2label": {"0": "bad", "1": "good"}}))
+    for source, lender in ((tmp_path / "tuned", None), (target, tmp_path / "tuned")):
+        bound = TASKS["classification"](named).open(source, head_from=lender, base=base)
+        assert bound.labels == list(named) and bound.model.config.id2label == {0: "bad", 1: "good"}
+
+
 def test_a_pooler_in_modules_to_save_comes_along_and_a_lost_one_is_named(tmp_path: Path) -> None:
     base = masked_lm(tmp_path / "base")
     model = adapter(tmp_path / "kept", base, modules_to_save=["pooler", "classifier"])

@@ -26,11 +26,18 @@ from gradfix.tasks.loading import Home, freeze_all_but, locate, quiet_transforme
 class ClassificationBound(ClosedSet):
     """A classifier whose answers are numbered as the data's labels are."""
 
-    def __init__(self, classifier: Classifier, labels: Sequence[str], freeze_head: bool, folder: Path) -> None:
+    def __init__(
+        self,
+        classifier: Classifier,
+        labels: Sequence[str],
+        freeze_head: bool,
+        folder: Path,
+        head_of: Path | None = None,
+    ) -> None:
         self.classifier, self.model, self.notes = classifier, classifier.model, classifier.notes
         self.labels, self.source = list(labels), folder
         self._index = {label: index for index, label in enumerate(labels)}
-        self._columns = torch.tensor(match_labels(labels, classifier.names, folder))
+        self._columns = torch.tensor(match_labels(labels, classifier.names, head_of or folder))
         self._frozen = set(classifier.head()) if freeze_head else set()
         freeze_all_but(self.model, self.trainable())
 
@@ -131,7 +138,8 @@ class Classification(Task):
         options = HeadOptions(list(self.labels), lender, self.new_head, self.max_length)
         classifier = self._classifier(home, options)
         frozen = self.freeze_head or classifier.origin == LENT
-        return ClassificationBound(classifier, list(self.labels), frozen, home.source)
+        head_of = lender.source if lender is not None and classifier.origin == LENT else None
+        return ClassificationBound(classifier, list(self.labels), frozen, home.source, head_of)
 
     def _classifier(self, home: Home, options: HeadOptions) -> Classifier:
         config = read_json(home.folder / "config.json")

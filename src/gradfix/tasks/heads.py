@@ -91,6 +91,9 @@ def _load_own(auto: Any, home: Home) -> Loaded:
     rows = {shape[0] for name, shape in loaded.misfits.items() if shape and not _inside(loaded, name)}
     if home.source != home.folder and len(rows) == 1:
         loaded = load_partly(auto, home, **_classes(_names_beside(home, rows.pop())))
+    elif home.adapter is not None and not rows:  # as many classes as the base's config says, maybe by default
+        config = loaded.model.config
+        config.update(_classes(_names_beside(home, config.num_labels)))
     loaded.refuse_misfits(home)
     return loaded
 
