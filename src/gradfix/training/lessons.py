@@ -129,19 +129,15 @@ def reads_alike(bound: Bound, teacher: Bound) -> bool:
     first, second = (getattr(side, "encoder", None) for side in (bound, teacher))
     if not isinstance(first, TextEncoder) or not isinstance(second, TextEncoder):
         return False
-    settings = [
-        (
-            one.prompt,
-            one.own.prompts,
-            one.own.include_prompt,
-            one.lower,
-            one.max_length,
-            one.tokenizer.model_input_names,
-        )
-        for one in (first, second)
-    ]
     devices = {next(side.model.parameters()).device for side in (bound, teacher)}
-    return settings[0] == settings[1] and len(devices) == 1 and same_tokenizer_files(first.tokenizer, second.tokenizer)
+    alike = _settings(first) == _settings(second) and len(devices) == 1
+    return alike and same_tokenizer_files(first.tokenizer, second.tokenizer)
+
+
+def _settings(encoder: TextEncoder) -> tuple[object, ...]:
+    """What decides, beside the tokenizer's files, which tokens are made of a text."""
+    prompts = (encoder.prompt, encoder.own.prompts, encoder.own.include_prompt)
+    return *prompts, encoder.lower, encoder.max_length, encoder.tokenizer.model_input_names
 
 
 def _made_up(
