@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from gradfix.errors import DataError
-from gradfix.training import best as recipe
+from gradfix.training import best as recipe, starts
 from gradfix.training.distil import Teaching
 from gradfix.training.steps import Training
 from gradfix.vectors.scale import Coefficients
@@ -98,7 +98,7 @@ def test_the_recipe_says_how_fast(along: float, monkeypatch: pytest.MonkeyPatch)
         shares.append(share)
         return Coefficients(*words, share=share, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(recipe, "Coefficients", noted)
+    monkeypatch.setattr(starts, "Coefficients", noted)
     pair = setting()
     tau = TaskVector.between(pair["base"], pair["tuned"])
     ask = partial(recipe.best, pair["target"], tau, rows(6, 40, 0.7), teacher=NumbersBound(pair["tuned"]))
@@ -107,7 +107,7 @@ def test_the_recipe_says_how_fast(along: float, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_labels_alone_do_not_say_how_far_each_matrix_should_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "Coefficients", lambda *_, **__: pytest.fail("learned from labels alone"))
+    monkeypatch.setattr(starts, "Coefficients", lambda *_, **__: pytest.fail("learned from labels alone"))
     pair = setting()
     found = recipe.best(pair["target"], TaskVector.between(pair["base"], pair["tuned"]), rows(6, 40, 0.7), seed=3)
     assert found.alpha and not found.parts["asked"]

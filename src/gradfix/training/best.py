@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from gradfix.align.coordinates import Moved
@@ -34,11 +33,12 @@ from gradfix.training.starts import (
     Start,
     choose_start,
     in_coordinates,
+    learned_ways,
     probe_of,
     step_unit,
 )
 from gradfix.training.steps import change
-from gradfix.vectors.scale import Coefficients, dialled
+from gradfix.vectors.scale import dialled
 from gradfix.vectors.taskvector import TaskVector
 
 
@@ -134,10 +134,8 @@ def best(
     if len(unlabelled or ()) >= ENOUGH and len(lesson):
         recipe = recipe.real()
     follows, probes = probe_of(bound, labelled, lesson, recipe)
-    along = None
-    if start.vector is not None and len(lesson):  # a handful of labels does not say how far each matrix should go
-        share = recipe.along / rate
-        along = partial(Coefficients, vector=start.vector, unit=start.alpha, share=share, betas=recipe.betas)
+    # a handful of labels alone does not say how far each matrix should go
+    along = learned_ways(start, tried, recipe.along / rate, recipe.betas) if len(lesson) else None
     passes = looked = 0
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:

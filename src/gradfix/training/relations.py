@@ -27,9 +27,9 @@ from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretches, picked, take
 from gradfix.training.lessons import reads_alike
 from gradfix.training.remix import splice_words
-from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, step_unit
+from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, learned_ways, step_unit
 from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
-from gradfix.vectors.scale import dialled
+from gradfix.vectors.scale import Coefficients, dialled
 from gradfix.vectors.taskvector import TaskVector
 
 SETTING = Teaching(pool=1280, mapped=256)  # the parts of the recipe that texts without answers share with it
@@ -42,7 +42,8 @@ class Relating:
 
     `temperature` makes similarities a distribution; `contrast` is that of labelled pairs. `turned` weighs how far a
     text's vector lies from the teacher's, turned to the student's space. `further` is how far the teacher's vectors go
-    on beyond where the fine-tune took them, as a share of that way: a student stops short of its teacher."""
+    on beyond where the fine-tune took them, as a share of that way: a student stops short of its teacher. `along` is as in
+    `Teaching`."""
 
     steps: int = 270
     texts: int = 16
@@ -52,6 +53,7 @@ class Relating:
     contrast: float = 0.05
     turned: float = 30.0
     further: float = 0.7
+    along: float = 0.4
     remembers: bool = True
 
 
@@ -141,10 +143,11 @@ def learn_relations(
     if not start.curve:
         with left_as_it_was(bound.model):
             before_lessons, looked = probe[0](), probe[1]
+    along = learned_ways(start, tried, how.along / rate, recipe.betas)
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
             dial.turn(start.alpha)
-            passes += teach(bound, lesson, size, recipe, how, seed)
+            passes += teach(bound, lesson, size, recipe, how, seed, along)
             with left_as_it_was(bound.model):
                 left_behind = not probe[0]() <= before_lessons
             update = change(bound.model, before)
@@ -302,7 +305,15 @@ def turned_to(ours: Tensor, theirs: Tensor) -> Tensor:
     return functional.normalize(middle + scale * turned.to(ours), dim=-1)
 
 
-def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teaching, how: Relating, seed: int) -> int:
+def teach(
+    bound: EmbeddingBound,
+    lesson: Relations,
+    rate: float,
+    recipe: Teaching,
+    how: Relating,
+    seed: int,
+    along: Callable[[Mapping[str, nn.Parameter]], Coefficients] | None = None,
+) -> int:
     """Train `bound.model` in place; returns how many texts went forward and backward.
 
     The loss is the divergence from the teacher's relations + w * the contrast of the labelled texts, with
@@ -311,9 +322,10 @@ def teach(bound: EmbeddingBound, lesson: Relations, rate: float, recipe: Teachin
     def diverged(step: int, _: float) -> DataError:
         return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
 
+    weights = trainable_weights(bound)
     training = Training(
-        trainable_weights(bound), lambda step: warmed(step, rate, how.steps, max(1, how.steps // 10)), diverged,
-        steps=how.steps, betas=recipe.betas,
+        weights, lambda step: warmed(step, rate, how.steps, max(1, how.steps // 10)), diverged,
+        steps=how.steps, betas=recipe.betas, along=along and along(weights),
     )  # fmt: skip
     count, known = len(lesson), lesson.labelled
     shares = (min(how.labelled, known), min(how.texts - min(how.labelled, known), count))

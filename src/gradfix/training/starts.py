@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gradfix.align.coordinates import Batch, Moved, Side, moves
 from gradfix.align.correspondence import Correspondence
 from gradfix.tasks.base import Bound
 from gradfix.training.distil import Lesson, Teaching, answers, take, typical_size, unbiased_divergence
-from gradfix.vectors.scale import dialled
+from gradfix.vectors.scale import Coefficients, dialled
 from gradfix.vectors.taskvector import TaskVector
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
@@ -82,6 +83,16 @@ def choose_start(
 
     Without a teacher the few-shot loss takes the divergence's place."""
     return best_start(bound, vectors, probe_of(bound, labelled, lesson, recipe))
+
+
+def learned_ways(
+    start: Start, tried: Sequence[Start], share: float, betas: tuple[float, float]
+) -> Callable[[Mapping[str, nn.Parameter]], Coefficients] | None:
+    """What makes the coefficients of the vector that was followed, and of those that lead elsewhere."""
+    if start.vector is None:
+        return None
+    others = [one.vector for one in tried if one.vector is not None and one.name != start.name]
+    return partial(Coefficients, vector=start.vector, unit=start.alpha, share=share, betas=betas, others=others)
 
 
 def best_start(
