@@ -54,7 +54,6 @@ class Relating:
     turned: float = 30.0
     further: float = 0.7
     along: float = 0.4
-    remembers: bool = True
 
 
 @dataclass(frozen=True)
@@ -343,7 +342,7 @@ def teach(
             everyone = memory.clone()
             everyone[rows] = found
             memory[rows] = found.detach()
-            parts = _loss(found, everyone, rows, lesson, sharper, how)
+            parts = divergences(everyone, lesson.vectors, rows, how.temperature, sharper)
             if how.turned:
                 parts = parts + how.turned * (1 - (found * turned[rows]).sum(-1))
             whole = (parts * once).sum() / once.sum()
@@ -381,14 +380,6 @@ def _read(bound: EmbeddingBound, texts: Batch, size: int = 128) -> Tensor:
     with torch.no_grad():
         parts = [_embedded(bound, take(texts, rows)) for rows in torch.arange(count).split(size)]
     return torch.cat(parts)
-
-
-def _loss(found: Tensor, everyone: Tensor, rows: Tensor, lesson: Relations, sharper: float, how: Relating) -> Tensor:
-    """Of every row's text."""
-    if how.remembers:
-        return divergences(everyone, lesson.vectors, rows, how.temperature, sharper)
-    wanted = lesson.vectors[rows.to(lesson.vectors.device)]
-    return divergences(found, wanted, torch.arange(len(rows), device=found.device), how.temperature, sharper)
 
 
 def _contrast(everyone: Tensor, rows: Tensor, once: Tensor, right: Tensor, sharper: float, how: Relating) -> Tensor:

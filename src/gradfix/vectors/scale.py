@@ -24,6 +24,7 @@ from gradfix.vectors.transported import add_scaled, by_weight
 
 PAPER_GRID = tuple(round(0.1 * step, 1) for step in range(1, 11))
 WIDEN_BY = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+AT_ONCE = 2**30  # entries of a product of two vectors: BLAS counts them in 32 bits
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ class Coefficients:
     def _slope(self, parameter: Any, way: Tensor) -> Tensor:
         if parameter.grad is None:
             return self.gone.new_zeros(())
-        gradient = own_slice(parameter.grad, parameter)
-        slope = (gradient.to(_wide(gradient)) * way).sum().to(self.gone)
+        slope = _inner(own_slice(parameter.grad, parameter), way).to(self.gone)
         return slope / current().size if self.split and not is_split(parameter) else slope
 
     @torch.no_grad()
@@ -117,7 +117,9 @@ class Coefficients:
         steps = self.unit * (self.values - self.gone)
         for (parameter, way), step in zip(self.ways, steps.unbind(), strict=True):
             weight = own_slice(parameter.detach(), parameter)
-            weight.copy_(weight.to(_wide(weight)) + step * way)
+            moved = weight.to(_wide(weight)).addcmul_(way, step)
+            if moved is not weight:
+                weight.copy_(moved)
         self.gone.copy_(self.values)
 
 
@@ -130,6 +132,14 @@ def _as_long(name: str, one: Mapping[str, Tensor], as_this: Mapping[str, Tensor]
         return mine
     size, wanted = (float(whole(way.detach().double().norm())) for way in (mine, as_this[name]))
     return mine * (wanted / size) if size else None
+
+
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of products of two matrices, without a third one that holds them: every launch counts on a card."""
+    wide = torch.promote_types(_wide(one), other.dtype)
+    pairs = zip(one.reshape(-1).to(wide).split(AT_ONCE), other.reshape(-1).to(wide).split(AT_ONCE), strict=True)
+    sums = [torch.dot(a, b) for a, b in pairs]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
