@@ -60,39 +60,17 @@ def test_a_matrix_moves_by_its_coefficient_and_the_rest_stays() -> None:
         torch.testing.assert_close(weight.detach(), before[name] + step * UNIT * vector.get(name, 0.0))
 
 
-def test_a_vector_that_was_not_followed_moves_matrices_as_far_as_the_one_that_was() -> None:
-    own = model()
-    vector, weights = vector_for(own), dict(own.named_parameters())
-    other = {name: 50 * way.flip(0) for name, way in vector.items()}
-    del other["2.weight"]
-    other["4.weight"] = torch.zeros_like(other["4.weight"])
-    before = {name: p.detach().clone() for name, p in weights.items()}
-    found = Coefficients(weights, vector, UNIT, 1.0, BETAS, [other])
-    assert len(found.values) == 4  # three matrices, and the one that both say something of
-    found.optimizer.param_groups[0]["lr"] = 0.1
-    found.values.grad = torch.tensor([0.0, 0.0, 0.0, -1.0], dtype=torch.float64)
-    found.go()
-    torch.testing.assert_close(
-        weights["0.weight"].detach(), before["0.weight"] + 0.1 * UNIT * vector["0.weight"].flip(0)
-    )
-    for name in ("2.weight", "4.weight"):
-        torch.testing.assert_close(weights[name].detach(), before[name])
-
-
-def distance(along: bool, dtype: torch.dtype = torch.float64, followed: bool = True) -> float:
-    """How far 30 steps leave a model from one that went along the vector, in every matrix a way of its own.
-
-    Unless that was `followed`, the steps began along another, and this one is known beside it."""
+def distance(along: bool, dtype: torch.dtype = torch.float64) -> float:
+    """How far 30 steps leave a model from one that went along the vector, in every matrix a way of its own."""
     own = model(dtype)
     vector, weights = vector_for(own), dict(own.named_parameters())
     ways = dict(zip([name for name, p in weights.items() if p.dim() > 1], (0.4, 2.0, -0.7), strict=True))
     there = {name: weights[name].detach() + way * vector[name] for name, way in ways.items()}
     inputs = torch.randn(200, 6, dtype=dtype, generator=torch.Generator().manual_seed(2))
     wanted = functional_call(own, there, inputs).detach()
-    known = [vector] if followed else [{name: way.roll(1) for name, way in vector.items()}, vector]
     training = Training(
         weights, lambda step: 0.003 * (1 - step / 30), lambda *_: DataError("diverged"), steps=30, betas=BETAS,
-        along=Coefficients(weights, known[0], 1.0, 0.2 / 0.003, BETAS, known[1:]) if along else None,
+        along=Coefficients(weights, vector, 1.0, 0.2 / 0.003, BETAS) if along else None,
     )  # fmt: skip
     for step in range(30):
         training.step(step, [(own(inputs) - wanted).square().mean()])
@@ -101,10 +79,6 @@ def distance(along: bool, dtype: torch.dtype = torch.float64, followed: bool = T
 
 def test_what_is_wrong_with_a_vector_as_a_whole_is_soon_mended() -> None:
     assert distance(along=True) < distance(along=False) / 4
-
-
-def test_the_right_vector_may_be_the_one_that_was_not_followed() -> None:
-    assert distance(along=True, followed=False) < distance(along=False) / 4
 
 
 def test_half_precision_moves_as_well() -> None:

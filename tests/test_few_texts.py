@@ -86,6 +86,15 @@ def test_the_bill_counts_short_inputs_as_parts_of_one() -> None:
     assert found.work.forward < found.work.backward + 0.75 * (SHORTER.pool + 10 * SHORTER.probes)
 
 
+@pytest.mark.parametrize(("price", "share"), [(9000, 1.0), (4500, 0.75), (1000, 0.5)])
+def test_what_is_dear_is_given_fewer_steps_but_half_of_them_in_any_case(price: int, share: float) -> None:
+    pair, recipe = setting(), Teaching(price=price, pool=480)
+    tau = TaskVector.between(pair["base"], pair["tuned"])
+    found = best(pair["target"], tau, rows(6, 40, 0.7), teacher=NumbersBound(pair["tuned"]), recipe=recipe)
+    assert steps_of(found) == pytest.approx(share * recipe.steps, rel=0.1)
+    assert found.work.samples <= price or share == 0.5
+
+
 def test_units_are_compared_and_starts_judged_on_texts_of_usual_length() -> None:
     examples = [{"text": " ".join(TEXT.split()[n:] + TEXT.split()[:n]), "label": LABELS[0]} for n in range(10)]
     lesson, asked = lesson_for(Words(), Words(), examples, (), None, SHORTER, 0)

@@ -20,7 +20,7 @@ from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
-from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, can_teach, distil
+from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, a_step, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
 from gradfix.training.lessons import lesson_for, teaching_for, vocabulary
 from gradfix.training.relations import SETTING, learn_relations
@@ -134,8 +134,10 @@ def best(
     if len(unlabelled or ()) >= ENOUGH and len(lesson):
         recipe = recipe.real()
     follows, probes = probe_of(bound, labelled, lesson, recipe)
+    work += Work(forward=asked + sum(one.passes for one in tried), vectors=sum(len(one.curve) for one in tried))
+    recipe = recipe.affordable(work + Work(forward=probes), a_step(labelled, lesson, recipe))
     # a handful of labels alone does not say how far each matrix should go
-    along = learned_ways(start, tried, recipe.along / rate, recipe.betas) if len(lesson) else None
+    along = learned_ways(start, recipe.along / rate, recipe.betas) if len(lesson) else None
     passes = looked = 0
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
@@ -147,9 +149,7 @@ def best(
         looked += probes if len(lesson) else 0
         if not left_behind:
             break
-    probed = sum(one.passes for one in tried)
-    walked = sum(len(one.curve) for one in tried)
-    work += Work(forward=passes + asked + probed + looked, backward=passes, steps=recipe.steps, vectors=walked)
+    work += Work(forward=passes + looked, backward=passes, steps=recipe.steps)
     parts = {
         **_told(start, tried), **found, "rate": size, "steps": recipe.steps, "asked": len(lesson),
     }  # fmt: skip

@@ -24,6 +24,11 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
+    @property
+    def samples(self) -> int:
+        """What the passes cost, in samples read forward."""
+        return self.forward + BACKWARD // FORWARD * self.backward
+
     def flops(self, parameters: int, tokens: float = 1.0) -> float:
         passes = FORWARD * self.forward + BACKWARD * self.backward
         return parameters * (passes * tokens + STEP * self.steps + MASK * self.vectors)

@@ -26,6 +26,7 @@ from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
+from gradfix.training.costs import Work
 from gradfix.training.steps import Training, draws, take_steps, trainable_weights
 from gradfix.vectors.scale import Coefficients
 from gradfix.vectors.taskvector import TaskVector
@@ -45,7 +46,9 @@ class Teaching:
     `prior` is how many labelled samples the teacher's word is worth; `pool` how many inputs it is asked about. `mapped`
     of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start. `natural` is
     the share of the made-up inputs that hold a piece of a natural sentence, `piece` how much of a text a piece may take.
-    `along` is the rate at which every matrix learns how far to go along the vector, in multiples of its way so far."""
+    `along` is the rate at which every matrix learns how far to go along the vector, in multiples of its way so far.
+    `price` is what everything together may take, in samples read forward (backward is as much as twice forward): 11.7 %
+    of 400 steps of 64. Inputs that are long beside the known ones are given fewer steps."""
 
     steps: int = 36
     rate: float = 0.2
@@ -61,6 +64,12 @@ class Teaching:
     natural: float = 0.5
     piece: float = 1.0
     along: float = 0.4
+    price: int = 9000
+
+    def affordable(self, spent: Work, each: float) -> Teaching:
+        """With as many steps as are left to pay for where one reads so many samples; half of them in any case."""
+        left = self.price - spent.samples
+        return replace(self, steps=min(self.steps, max(int(left / (3 * each)), -(-self.steps // 2))))
 
     def real(self) -> Teaching:
         """More and smaller steps: what real inputs repay and made-up ones do not, and what answers to the latter would cost."""
@@ -233,9 +242,7 @@ def distil(
         weights, lambda step: rate * _schedule(step, teaching.steps), diverged, steps=teaching.steps,
         betas=teaching.betas, along=along and along(weights),
     )  # fmt: skip
-    count = 0 if labelled is None else len(labelled["labels"])
-    wanted = (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)
-    shares = (min(wanted[0], count), min(wanted[1], len(lesson)))
+    count, shares = _known(labelled), shares_of(labelled, lesson, teaching)
     known, asked = draws(count, shares[0], seed + 1), draws(len(lesson), shares[1], seed + 2)
     weight = count / (count + teaching.prior) if len(lesson) else 1.0
 
@@ -251,7 +258,24 @@ def distil(
     rows = [(_whole(next(known)), _whole(next(asked))) for _ in range(teaching.steps)]
     with left_as_it_was(bound.model), torch.enable_grad():
         take_steps(training, rows, ordinary, alike)
-    return round(teaching.steps * (shares[0] + shares[1] * lesson.length()))
+    return round(teaching.steps * a_step(labelled, lesson, teaching))
+
+
+def _known(labelled: Batch | None) -> int:
+    return 0 if labelled is None else len(labelled["labels"])
+
+
+def shares_of(labelled: Batch | None, lesson: Lesson, teaching: Teaching) -> tuple[int, int]:
+    """How many labelled samples, and how many inputs of the lesson, a step reads."""
+    count = _known(labelled)
+    wanted = (teaching.labelled, teaching.unlabelled) if count else (0, teaching.labelled + teaching.unlabelled)
+    return min(wanted[0], count), min(wanted[1], len(lesson))
+
+
+def a_step(labelled: Batch | None, lesson: Lesson, teaching: Teaching) -> float:
+    """How many samples a step reads, shorter ones as parts of one."""
+    known, asked = shares_of(labelled, lesson, teaching)
+    return known + asked * lesson.length()
 
 
 def _whole(rows: Sequence[int]) -> Tensor:

@@ -142,7 +142,7 @@ def learn_relations(
     if not start.curve:
         with left_as_it_was(bound.model):
             before_lessons, looked = probe[0](), probe[1]
-    along = learned_ways(start, tried, how.along / rate, recipe.betas)
+    along = learned_ways(start, how.along / rate, recipe.betas)
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
             dial.turn(start.alpha)

@@ -86,13 +86,12 @@ def choose_start(
 
 
 def learned_ways(
-    start: Start, tried: Sequence[Start], share: float, betas: tuple[float, float]
+    start: Start, share: float, betas: tuple[float, float]
 ) -> Callable[[Mapping[str, nn.Parameter]], Coefficients] | None:
-    """What makes the coefficients of the vector that was followed, and of those that lead elsewhere."""
+    """What makes the coefficients of the vector that was followed."""
     if start.vector is None:
         return None
-    others = [one.vector for one in tried if one.vector is not None and one.name != start.name]
-    return partial(Coefficients, vector=start.vector, unit=start.alpha, share=share, betas=betas, others=others)
+    return partial(Coefficients, vector=start.vector, unit=start.alpha, share=share, betas=betas)
 
 
 def best_start(

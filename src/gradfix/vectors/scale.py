@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradfix.checkpoints.slices import is_split, own_slice, whole
+from gradfix.checkpoints.slices import is_split, own_slice
 from gradfix.errors import UnsafeResult, UsageError
 from gradfix.system.processes import current
 from gradfix.vectors.diagnostics import notebook_table
@@ -67,8 +67,7 @@ class Coefficients:
 
     A vector that leads the right way as a whole goes too far in one matrix and not far enough in the next. A coefficient is
     moved by the gradient of all entries at once, so it learns in a few steps what they would take hundreds for.
-    There is one for every matrix among the parameters that the vector names, and one more for each of the `others`:
-    vectors that were not followed, but may say something of a matrix. Theirs are as long there as the vector is.
+    There is one for every matrix among the parameters that the vector names.
 
     They are counted in `unit`s, the way that was gone along the whole vector. `share` is their rate beside that of the
     weights. Between a backward pass and the weights' own step `look` takes their gradient; `go` takes their step."""
@@ -80,14 +79,12 @@ class Coefficients:
         unit: float,
         share: float,
         betas: tuple[float, float],
-        others: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         self.unit, self.share = unit, share
         self.ways = [
-            (parameter, own_slice(way, parameter).to(parameter.device))
-            for one in (vector, *others)
+            (parameter, own_slice(vector[name].detach(), parameter).to(parameter.device))
             for name, parameter in parameters.items()
-            if parameter.dim() > 1 and (way := _as_long(name, one, vector)) is not None
+            if parameter.dim() > 1 and name in vector
         ]
         self.split = any(is_split(parameter) for parameter, _ in self.ways)
         like = self.ways[0][1] if self.ways else torch.zeros(())
@@ -121,17 +118,6 @@ class Coefficients:
             if moved is not weight:
                 weight.copy_(moved)
         self.gone.copy_(self.values)
-
-
-def _as_long(name: str, one: Mapping[str, Tensor], as_this: Mapping[str, Tensor]) -> Tensor | None:
-    """A matrix of one vector, as long as that of another; None where either says nothing of it."""
-    if name not in one or name not in as_this:
-        return None
-    mine = one[name].detach()
-    if one is as_this:
-        return mine
-    size, wanted = (float(whole(way.detach().double().norm())) for way in (mine, as_this[name]))
-    return mine * (wanted / size) if size else None
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
