@@ -22,7 +22,7 @@ from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, a_step, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
-from gradfix.training.lessons import lesson_for, teaching_for, vocabulary
+from gradfix.training.lessons import lesson_for, named_right, teaching_for, vocabulary
 from gradfix.training.relations import SETTING, learn_relations
 from gradfix.training.starts import (
     COORDINATES,
@@ -65,6 +65,12 @@ class Best:
         said = [_reason(self.start, self.parts.get("starts", {}))]
         if not self.parts.get("asked"):
             said.append("the old fine-tune could not be asked: learned from the few-shot labels alone")
+        right, known = self.parts.get("named_right", (0, 0))
+        if 2 * right < known:
+            said.append(
+                f"the old fine-tune itself names {right} of the {known} labelled examples right: is it a fine-tune for "
+                "this task, and are these its labels?"
+            )
         return tuple(filter(None, said))
 
 
@@ -129,6 +135,9 @@ def best(
     rate = recipe.rate * step_unit(bound, tau, teacher, old)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
+    heard = {}
+    if len(lesson) and teacher is not None and examples:
+        heard, asked = {"named_right": (named_right(teacher, examples), len(examples))}, asked + len(examples)
     vectors, work, found = _vectors(bound, tau, teacher, old, lesson, recipe)
     start, tried = choose_start(bound, vectors, labelled, lesson, recipe)
     if len(unlabelled or ()) >= ENOUGH and len(lesson):
@@ -151,7 +160,7 @@ def best(
             break
     work += Work(forward=passes + looked, backward=passes, steps=recipe.steps)
     parts = {
-        **_told(start, tried), **found, "rate": size, "steps": recipe.steps, "asked": len(lesson),
+        **_told(start, tried), **found, **heard, "rate": size, "steps": recipe.steps, "asked": len(lesson),
     }  # fmt: skip
     verdict = "taught" if start.name == NONE else "transported"
     return Best(update, verdict, start.alpha, start.name, parts, work, time.perf_counter() - began)

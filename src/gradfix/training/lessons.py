@@ -53,6 +53,13 @@ def lesson_for(
     return lesson, round(len(lesson) * lesson.length())
 
 
+def named_right(teacher: Bound, examples: Sequence[Example]) -> int:
+    """How many of these labelled examples the old fine-tune itself names right, on its own base."""
+    batch = teacher.collate(examples)
+    guesses = answers(teacher, batch).argmax(-1)
+    return int((guesses == batch["labels"].to(guesses)).sum())
+
+
 def _mixed(parts: Sequence[list[Batch]], generator: torch.Generator) -> list[Batch]:
     """Inputs of every kind among each other, so that any stretch of them is typical."""
     sides = [_unanswered(reduce(join, side)) for side in zip(*parts, strict=True)]
