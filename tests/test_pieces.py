@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from gradfix.stream.pieces import all_finite, differing, nonzeros, recut
-from gradfix.system.threads import PieceWorkers, ahead, one_thread
+from gradfix.system.processor import PieceWorkers, ahead, one_thread
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=12), size=st.integers(1, 7))

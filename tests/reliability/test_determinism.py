@@ -32,7 +32,7 @@ def test_what_changes_bits_is_in_the_manifest(world: World) -> None:
     assert say(world.arguments(votes=votes, batch_size=5)).code == 0
     told = gradfix.verify(world.out)
     assert told["details"]["computed"] == {"batch_size": 5, "dtype": "fp32", "engine": "auto", "device": "cpu"}
-    assert {"threads", "cpu", "arch", "matmul"} <= set(told["machine"])
+    assert {"threads", "cpu", "arch", "matmul", "products"} <= set(told["machine"])
     assert {"torch", "gradfix", "python", "safetensors"} <= set(told["versions"])
     origin = told["votes"]["origin"]
     assert origin["settings"]["batch_size"] == 3 and origin["settings"]["dtype"] == "bf16"

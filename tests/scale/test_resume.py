@@ -71,7 +71,7 @@ def test_an_interrupted_transport_goes_on_with_the_same_bits(job, tmp_path, limi
 
 def test_the_number_of_workers_changes_nothing(job, tmp_path, monkeypatch):
     for cores in (1, 2, 9):
-        monkeypatch.setattr("gradfix.system.threads.os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr("gradfix.system.processor.os.cpu_count", lambda cores=cores: cores)
         gradfix.transport_checkpoint(**job, out=tmp_path / f"on {cores}")
     whole = content(tmp_path / "on 1")
     assert content(tmp_path / "on 2") == content(tmp_path / "on 9") == whole

@@ -24,7 +24,7 @@ from gradfix.checkpoints.matched import is_output_table
 from gradfix.checkpoints.slices import is_split
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.vectors.taskvector import TaskVector
 
 Batch = Mapping[str, Tensor]
@@ -221,7 +221,7 @@ def _watch(side: Side, batch: Batch, parts: Sequence[Part], outsides: set[str]) 
     """Inputs of the named maps, and their outputs or the gradients of the summed loss with respect to these, or both."""
     names = list(dict.fromkeys(part.name for part in parts))
     sloped = "gradients" in outsides
-    with left_as_it_was(side.model), torch.set_grad_enabled(sloped), _listening(side.model, names) as heard:
+    with at_work(side.model), torch.set_grad_enabled(sloped), _listening(side.model, names) as heard:
         loss = side.loss(side.model, batch).sum()
         if not torch.isfinite(loss):
             raise DataError("the loss of the inputs that compare both bases is not finite.")

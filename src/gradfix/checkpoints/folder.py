@@ -21,6 +21,7 @@ from gradfix.checkpoints.safetensors_writer import SafetensorsWriter
 from gradfix.checkpoints.weights import Checkpoint
 from gradfix.checkpoints.write import refuse_inside, staged_folder, write_manifest
 from gradfix.errors import UnsafeResult
+from gradfix.system.processor import onednn_is_faster
 
 SHARD_BYTES = 5 * 2**30
 MODULE_BYTES = 2**28  # a dense layer behind an encoder is far smaller, another model far larger
@@ -43,6 +44,7 @@ def versions() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "matmul": torch.get_float32_matmul_precision(),
+        "products": "oneDNN" if onednn_is_faster() else "torch",
     }
     return {"versions": found, "machine": machine}
 

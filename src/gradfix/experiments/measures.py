@@ -28,7 +28,7 @@ from gradfix.methods.support import Support
 from gradfix.methods.trial import Trial
 from gradfix.methods.workfolder import digest
 from gradfix.registry import Registry
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.tasks.scoring import evaluate
 from gradfix.vectors.diagnostics import sign_agreement
 from gradfix.vectors.scale import dialled
@@ -281,7 +281,7 @@ def _features(scene: Scene) -> Tensor:
 
 def _extract(scene: Scene) -> Tensor:
     bound = scene.base()
-    with left_as_it_was(bound.model), torch.no_grad():
+    with at_work(bound.model), torch.no_grad():
         parts = [
             bound.features(bound.model, batch).float().cpu()
             for batch in bound.batches(scene.trial.splits.train, scene.trial.passes.batch_size)

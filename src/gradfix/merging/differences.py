@@ -25,7 +25,7 @@ from gradfix.stream.ballot import Ballot
 from gradfix.stream.checkpoint import LEAST_KEPT
 from gradfix.stream.pieces import Buffers, all_finite, nonzeros
 from gradfix.stream.updates import Counts, Piece, Update, total
-from gradfix.system.threads import PieceWorkers, ahead
+from gradfix.system.processor import PieceWorkers, ahead
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import MAX_NORM_RATIO, no_change, not_a_fine_tune
 from gradfix.vectors.transported import mask_piece, share

@@ -26,7 +26,7 @@ from gradfix.merging.rules import MERGES
 from gradfix.registry import unknown
 from gradfix.stream.ballot import Ballot, OpenVotes, consensus_of, open_votes
 from gradfix.stream.checkpoint import Output, Stream, StreamReport, write_stream
-from gradfix.system.threads import one_thread
+from gradfix.system.processor import one_thread
 from gradfix.vectors.masks import USUAL_MASK
 from gradfix.vectors.signvotes import SignVotes
 from gradfix.vectors.taskvector import TaskVector

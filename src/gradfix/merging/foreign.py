@@ -33,7 +33,7 @@ from gradfix.merging.vocabularies import Tokens, settle_tokens
 from gradfix.stream.ballot import Ballot
 from gradfix.stream.checkpoint import Output, Stream, StreamReport, write_stream
 from gradfix.stream.updates import Counts, total
-from gradfix.system.threads import PieceWorkers, one_thread
+from gradfix.system.processor import PieceWorkers, one_thread
 from gradfix.system.yamlfile import load_documents
 
 __all__ = ["Job", "averages", "blends", "mergekit_documents", "run_document"]

@@ -15,7 +15,7 @@ from gradfix.checkpoints.identity import common_target
 from gradfix.errors import IncompatibleCheckpoints, UsageError
 from gradfix.merging.bundles import Bundle, Density, PiecePlace
 from gradfix.merging.rules import MERGES
-from gradfix.system.threads import one_thread
+from gradfix.system.processor import one_thread
 from gradfix.vectors.signvotes import SignVotes, dtype_for
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import Direction, Transported, seed_of, transport

@@ -15,7 +15,7 @@ from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Checkpoint
 from gradfix.checkpoints.trio import Trio
 from gradfix.stream.lora_out import layer_kinds
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.tasks.base import Batch, Bound, Example, Task
 from gradfix.tasks.classification import Classification, ClassificationBound
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
@@ -95,7 +95,7 @@ def uncalled(bound: Bound, update: TaskVector, seen: Sequence[Batch | Example]) 
     layers = {name.removesuffix(".weight"): name for name in layer_kinds(bound.model)}
     modules = {path: bound.model.get_submodule(path) for path in layers}
     hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in modules.values()]
-    with torch.no_grad(), left_as_it_was(bound.model):
+    with torch.no_grad(), at_work(bound.model):
         _look(bound, seen[0])
     for hook in hooks:
         hook.remove()

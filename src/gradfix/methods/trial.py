@@ -24,7 +24,7 @@ from gradfix.methods.choosing import choose
 from gradfix.methods.method import NotHere
 from gradfix.methods.search import Choice, Score, Search, Setting, of_the_choice, total
 from gradfix.methods.support import LEAST, Support
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.tasks.base import Batch, Bound, Example, by_length
 from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
@@ -290,7 +290,7 @@ class Trial:
         return self._parts
 
     def predictions(self, name: str) -> tuple[Score, list[int]]:
-        with left_as_it_was(self.model), torch.no_grad():
+        with at_work(self.model), torch.no_grad():
             marks = self.bound.mark(self.model, self.batches(name))
         if not marks.count:
             raise DataError(f"no examples to score in {name}; check the data and its splits.")

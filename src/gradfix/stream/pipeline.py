@@ -28,7 +28,7 @@ from gradfix.checkpoints.write import JOURNAL
 from gradfix.errors import CorruptInput, UnsafeResult
 from gradfix.stream.pieces import all_finite
 from gradfix.stream.updates import Counts, Mover, NotFiniteError, Piece, Update
-from gradfix.system.threads import PieceWorkers, ahead, one_thread
+from gradfix.system.processor import PieceWorkers, ahead, one_thread
 
 Progress = Callable[[int], None]
 Work = Callable[[], tuple[Tensor, Counts]]

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from gradfix.system.processor import quick_products
+
 
 def device_room(device: torch.device) -> int:
     """Bytes that this process may still take: what is free, and what it holds itself and does not use."""
@@ -63,6 +65,13 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
                 module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def at_work(model: nn.Module) -> Iterator[None]:
+    """Left as it was, and its products by the faster library meanwhile."""
+    with left_as_it_was(model), quick_products():
+        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.nn import functional
 from gradfix.checkpoints.open import resolve
 from gradfix.data.rows import Row, where
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.system.processes import current
 from gradfix.tasks.base import TASKS, Batch, Bound, Example, Marks, Prompts, Task, by_length, settings_of
 from gradfix.tasks.encoders import TEXT_SCALE, TextEncoder
@@ -197,7 +197,7 @@ class EmbeddingBound(Bound):
         """Each different text with those that this model finds `near` it: its answers, to be found again by another."""
         words = list(dict.fromkeys(texts))
         refuse_equal(words)
-        with torch.no_grad(), left_as_it_was(self.model):
+        with torch.no_grad(), at_work(self.model):
             return list(neighbours(words, self.vectors(self.model, [(PLAIN, text) for text in words])))
 
     def _near(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.tasks.base import Batch, Bound, Example
 from gradfix.tasks.reading import AnswerBound
 from gradfix.votes.engines.passes import Loss
@@ -18,7 +18,7 @@ from gradfix.votes.engines.passes import Loss
 
 def evaluate(model: nn.Module, task: Bound, batches: Iterable[Batch]) -> dict[str, float]:
     """Accuracy in percent, mean loss and the number of samples; further measures of the task by their names."""
-    with left_as_it_was(model), torch.no_grad():
+    with at_work(model), torch.no_grad():
         marks = task.mark(model, batches)
     if marks.count == 0:
         raise DataError("no examples to score; check the data and its split.")
@@ -32,7 +32,7 @@ def evaluate(model: nn.Module, task: Bound, batches: Iterable[Batch]) -> dict[st
 
 
 def mean_loss(model: nn.Module, loss: Loss, batches: Iterable[Batch]) -> float:
-    with left_as_it_was(model), torch.no_grad():
+    with at_work(model), torch.no_grad():
         losses = torch.cat([loss(model, batch).double().cpu() for batch in batches])
     return float(losses.mean())
 
@@ -61,7 +61,7 @@ def spoken(
     for place, one in enumerate(posed):
         rooms.setdefault(bound.room(one.question, longest)[1], []).append(place)
     found = [""] * len(posed)
-    with left_as_it_was(model):
+    with at_work(model):
         for places in (mine[first : first + batch] for mine in rooms.values() for first in range(0, len(mine), batch)):
             said = bound.say(model, [posed[place] for place in places], longest)
             for place, (tokens, _) in zip(places, said, strict=True):

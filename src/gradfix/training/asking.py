@@ -23,7 +23,7 @@ from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.checkpoints.slices import whole
 from gradfix.data.rows import question
 from gradfix.errors import DataError
-from gradfix.system.modules import ON_DISK, left_as_it_was, offloaded
+from gradfix.system.modules import ON_DISK, at_work, offloaded
 from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.tasks.reading import AnswerBound, Posed, seeds_of
@@ -217,7 +217,7 @@ def _continued(
     posed = [Posed(writer.begun(one), writer.posed(one).closing) for one in shown]  # type: ignore[attr-defined]
     size = writer.at_once(max((len(one.question) for one in posed), default=0), max(lengths, default=0), batch)
     seeds, found = seeds_of("prompts", seed, range(len(posed))), list[list[int]]()
-    with left_as_it_was(writer.model):
+    with at_work(writer.model):
         for first in range(0, len(posed), size):
             part = slice(first, first + size)
             said = writer.say(writer.model, posed[part], max(lengths[part]), seeds[part])
@@ -296,7 +296,7 @@ class _Book:
         if partial is not None:
             self._resume(partial, key)
         saved = time.monotonic()
-        with left_as_it_was(self.teacher.model), torch.no_grad():
+        with at_work(self.teacher.model), torch.no_grad():
             for rows in self._batches([row for row in order if row not in self.found]):
                 self._answer(rows)
                 if partial is not None and time.monotonic() - saved >= SAVE_EVERY_SECONDS:

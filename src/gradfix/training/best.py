@@ -15,7 +15,7 @@ from typing import Any
 
 from gradfix.align.coordinates import Moved
 from gradfix.errors import DataError, GradfixError, UsageError
-from gradfix.system.modules import left_as_it_was, restored
+from gradfix.system.modules import at_work, restored
 from gradfix.tasks.base import Bound, Example
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
@@ -152,7 +152,7 @@ def best(
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
             dial.turn(start.alpha)
             passes += distil(bound, labelled, lesson, size, recipe, seed, along)
-            with left_as_it_was(bound.model):
+            with at_work(bound.model):
                 left_behind = len(lesson) > 0 and not follows() <= start.value
             update = change(bound.model, before)
         looked += probes if len(lesson) else 0

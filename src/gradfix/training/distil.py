@@ -21,7 +21,7 @@ from torch.nn import functional
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
@@ -182,7 +182,7 @@ def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
     order = torch.arange(count)
     if "attention_mask" in batch:
         order = batch["attention_mask"].flatten(1).sum(1).argsort().cpu()
-    with left_as_it_was(bound.model):
+    with at_work(bound.model):
         ask = current().each(lambda rows: logits_of(bound, take(batch, rows)).float(), order.split(size))
     found = torch.cat(ask)
     return found[order.argsort().to(found.device)]
@@ -256,7 +256,7 @@ def distil(
         return _loss(bound, seen, told, weight, teaching.temperature)
 
     rows = [(_whole(next(known)), _whole(next(asked))) for _ in range(teaching.steps)]
-    with left_as_it_was(bound.model), torch.enable_grad():
+    with at_work(bound.model), torch.enable_grad():
         take_steps(training, rows, ordinary, alike)
     return round(teaching.steps * a_step(labelled, lesson, teaching))
 

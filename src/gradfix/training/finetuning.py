@@ -24,8 +24,9 @@ from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.checkpoints.slices import Wholes
 from gradfix.data.rows import exact_hash
 from gradfix.errors import CorruptInput, DataError, UnsafeResult, UsageError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.system.processes import current
+from gradfix.system.processor import quick_products
 from gradfix.tasks.base import Bound, Example
 from gradfix.training.costs import Work
 from gradfix.training.steps import SCHEDULES, Training, draws, trainable_weights, warmed
@@ -209,7 +210,7 @@ def tune(
 
     work = Work()
     for step, rows in enumerate(islice(order, max(stops))):
-        with left_as_it_was(bound.model), torch.enable_grad():
+        with at_work(bound.model), torch.enable_grad():
             loss = training.step(step, parts(rows))
         work += Work(forward=len(rows), backward=len(rows), steps=1)
         if step + 1 in stops:
@@ -261,7 +262,7 @@ def _training(bound: Bound, names: Sequence[str] | None) -> Iterator[dict[str, n
         parameter.requires_grad_(name in wanted)
         parameter.grad = None
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), quick_products():
             yield {name: known[name] for name in known if name in set(wanted)}
     finally:
         for module, mode in modes:

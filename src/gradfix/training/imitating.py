@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradfix.checkpoints.interrupted import State, save_state
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was, offloaded
+from gradfix.system.modules import at_work, offloaded
 from gradfix.system.processes import current
 from gradfix.tasks.base import Example
 from gradfix.tasks.reading import AnswerBound, Posed, seeds_of, writing_bytes
@@ -153,7 +153,7 @@ def own_lines(student: AnswerBound, count: int, length: int, seed: int, top: int
     side_by_side = student.at_once(1, length, texts_at_once(config, weight.dtype, length))
     seeds, begun = seeds_of("own", seed, range(count)), Posed([int(first)], [])
     written: list[list[int]] = []
-    with left_as_it_was(student.model):
+    with at_work(student.model):
         for some in batched(seeds, side_by_side):
             written += [tokens for tokens, _ in student.say(student.model, [begun] * len(some), length, some) if tokens]
         parts = batched(written, 2 * LITTLE // (READ * length * config.get_text_config().vocab_size))
@@ -228,7 +228,7 @@ def _wide(tensor: Tensor, width: int, value: float) -> Tensor:
 def followed(bound: AnswerBound, lines: Sequence[Verse], batch: int = 32) -> float:
     """The mean divergence per token: how far the model is from the teacher's words."""
     total, count = 0.0, 0
-    with left_as_it_was(bound.model):
+    with at_work(bound.model):
         for first in range(0, len(lines), batch):
             for values in per_line(bound, bound.model, lines[first : first + batch]):
                 total, count = total + float(values.double().sum()), count + len(values)
@@ -281,7 +281,7 @@ def imitate(
     weights = course.weights(recipe)
     state = _Kept(partial, repr((recipe, seed, rate, _digest(course))))
     first = state.resume(training)
-    with left_as_it_was(bound.model), torch.enable_grad(), recomputing(bound.model, recipe.recompute):
+    with at_work(bound.model), torch.enable_grad(), recomputing(bound.model, recipe.recompute):
         for step in range(recipe.steps):
             told, given, kept = (
                 [] if rows is None else [(part[row], weight / size) for row in next(rows)]

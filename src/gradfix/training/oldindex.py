@@ -19,7 +19,7 @@ from torch.nn import functional
 from gradfix.align.pairing import polar
 from gradfix.checkpoints.write import save_tensors, write_text
 from gradfix.errors import DataError
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import DEPTH, RECALL, refuse_equal, searches
@@ -127,7 +127,7 @@ def agreement(mapped: Tensor, theirs: Tensor, held: Tensor) -> float:
 
 
 def _embedded(side: EmbeddingBound, texts: Sequence[tuple[str, str]]) -> Tensor:
-    with torch.no_grad(), left_as_it_was(side.model):
+    with torch.no_grad(), at_work(side.model):
         return side.vectors(side.model, texts).double()
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from gradfix.align.coordinates import Moved, Side, move
 from gradfix.align.pairing import polar
 from gradfix.errors import DataError, UsageError
-from gradfix.system.modules import left_as_it_was, restored
+from gradfix.system.modules import at_work, restored
 from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
@@ -140,14 +140,14 @@ def learn_relations(
     passes = looked = 0
     before_lessons = start.value
     if not start.curve:
-        with left_as_it_was(bound.model):
+        with at_work(bound.model):
             before_lessons, looked = probe[0](), probe[1]
     along = learned_ways(start, how.along / rate, recipe.betas)
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
             dial.turn(start.alpha)
             passes += teach(bound, lesson, size, recipe, how, seed, along)
-            with left_as_it_was(bound.model):
+            with at_work(bound.model):
                 left_behind = not probe[0]() <= before_lessons
             update = change(bound.model, before)
         looked += probe[1]
@@ -181,7 +181,7 @@ def lesson_for(
     texts += known
     ours = bound.encoder.read(texts)
     theirs = ours if reads_alike(bound, teacher) else teacher.encoder.read(texts)
-    with left_as_it_was(teacher.model):
+    with at_work(teacher.model):
         vectors = _read(teacher, theirs)
     if not bool(torch.isfinite(vectors).all()):
         raise DataError("the old fine-tune's vectors of these texts are not finite.")
@@ -190,7 +190,7 @@ def lesson_for(
 
 def gone_on(lesson: Relations, teacher: EmbeddingBound, old: Old, further: float) -> Relations:
     """The lesson with the teacher's vectors gone on in the direction that the fine-tune moved them from its base's."""
-    with dialled(teacher.model, old.tau) as dial, left_as_it_was(teacher.model):
+    with dialled(teacher.model, old.tau) as dial, at_work(teacher.model):
         dial.turn(-1.0)
         before = _read(teacher, lesson.theirs)
     after = lesson.vectors
@@ -330,7 +330,7 @@ def teach(
     shares = (min(how.labelled, known), min(how.texts - min(how.labelled, known), count))
     labelled, related = draws(max(known, 1), shares[0], seed + 1), draws(count, shares[1], seed + 2)
     weight = known / (known + recipe.prior)
-    with left_as_it_was(bound.model):
+    with at_work(bound.model):
         memory = _read(bound, lesson.inputs)
         sharper = sharpness(memory, lesson.vectors, how.temperature)[0]
         turned = turned_to(memory, lesson.vectors)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.tasks.reading import AnswerBound, seeds_of
 from gradfix.training.imitating import NEVER, Verse, followed, own_lines
 from gradfix.training.remix import bank
@@ -58,7 +58,7 @@ def _sentences(count: int) -> tuple[str, ...]:
 def _replied(bound: AnswerBound, texts: Sequence[str], batch: int = 16) -> list[Verse]:
     """What the model answers to texts that are no prompts of the task, with its own probabilities."""
     found, seeds = list[Verse](), seeds_of("outside", SEED, range(len(texts)))
-    with left_as_it_was(bound.model):
+    with at_work(bound.model):
         for first in range(0, len(texts), batch):
             posed = [bound.posed({"prompt": text}) for text in texts[first : first + batch]]
             for one, (tokens, ended) in zip(posed, bound.say(bound.model, posed, TOKENS, seeds[first : first + batch])):
@@ -80,7 +80,7 @@ def _read(bound: AnswerBound, texts: Sequence[str]) -> list[Verse]:
     first = bound.tokenizer.bos_token_id
     first = int(bound.tokenizer.eos_token_id if first is None else first)
     found = []
-    with left_as_it_was(bound.model):
+    with at_work(bound.model):
         for text in texts:
             tokens = bound.answer_ids(text)[: min(2 * TOKENS, bound.max_length - 1)]
             if not tokens:

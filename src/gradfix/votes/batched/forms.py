@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradfix.system.processor import product, takes_quick_products
 from gradfix.votes.batched import kernels
 
+Mend = Callable[[Tensor], Tensor]  # what is done to signs before they are summed
 # On a CPU. With few tokens the products are too small to be cut into blocks.
 MANY_TOKENS = 64
 # Gradients made before they are signed and summed, few enough for the cache.
@@ -67,41 +69,43 @@ class Product:
             self._fold_single_token(votes)
         elif not kernels.fold_product(self.left, self.right, votes):
             if self.left.shape[1] < MANY_TOKENS:
-                self._fold_sample_by_sample(votes)
+                self._fold_signs(self._signs_one_by_one, votes)
             else:
-                self._fold_in_blocks(votes)
+                self._fold_in_strips(votes)
 
     def _fold_single_token(self, votes: Tensor) -> None:
         """The sign of an outer product is the outer product of signs: one product for all samples."""
         left, right = (side[:, 0].sign().float().nan_to_num_(0) for side in (self.left, self.right))
         votes.sub_((left.T @ right).to(votes.dtype))
 
-    def _fold_sample_by_sample(self, votes: Tensor) -> None:
-        gradient = self.left.new_empty(self.shape)
-        signs = torch.zeros_like(gradient, dtype=torch.float32 if self.samples > 256 else None)
-        for left, right in zip(self.left, self.right):
-            torch.mm(left.T, right, out=gradient)
-            signs.add_(gradient.sign_())
-        if bool(signs.sum().isnan()):  # where one sample's gradient is none, it abstains, and the others do not
-            signs.zero_()
-            for left, right in zip(self.left, self.right):
-                signs.add_(torch.mm(left.T, right, out=gradient).sign_().nan_to_num_(0))
+    def _fold_signs(self, signs_of: Callable[[Mend], Tensor], votes: Tensor) -> None:
+        """Where one sample's gradient is none, it abstains, and the others do not."""
+        signs = signs_of(lambda gradients: gradients)
+        if bool(signs.sum().isnan()):
+            signs = signs_of(lambda gradients: gradients.nan_to_num_(0))
         votes.sub_(signs.to(votes.dtype))
 
-    def _fold_in_blocks(self, votes: Tensor) -> None:
-        """A few samples and rows at a time, so that gradients are signed and summed while the cache holds them."""
+    def _signs_one_by_one(self, mend: Mend) -> Tensor:
+        quick = takes_quick_products(self.left, self.right, self.left[0].numel() * self.shape[1])
+        gradient = self.left.new_empty(0 if quick else self.shape)
+        signs = self.left.new_zeros(self.shape, dtype=torch.float32 if self.samples > 256 else None)
+        for left, right in zip(self.left, self.right):
+            found = product(left.T, right.T) if quick else torch.mm(left.T, right, out=gradient)
+            signs.add_(mend(found.sign_()))
+        return signs
+
+    def _fold_in_strips(self, votes: Tensor) -> None:
+        """A few rows, and samples, at a time, so that gradients are signed and summed while the cache holds them."""
         side = int(self.shape[1] > self.shape[0])
         height = max(LEAST_ROWS, BLOCK_BYTES // (4 * max(1, self.shape[1 - side])))
         for top in range(0, self.shape[side], height):
             cut = slice(top, top + height)
             left, right = (self.left, self.right[..., cut]) if side else (self.left[..., cut], self.right)
             part, own = Product(left, right), votes[:, cut] if side else votes[cut]
-            signs = part._signs_in_blocks()
-            if bool(signs.sum().isnan()):
-                signs = part._signs_in_blocks(lambda gradients: gradients.nan_to_num_(0))
-            own.sub_(signs.to(votes.dtype))
+            quick = takes_quick_products(left, right, left[0].numel() * part.shape[1])
+            part._fold_signs(part._signs_one_by_one if quick else part._signs_in_blocks, own)
 
-    def _signs_in_blocks(self, mend: Callable[[Tensor], Tensor] = lambda gradients: gradients) -> Tensor:
+    def _signs_in_blocks(self, mend: Mend) -> Tensor:
         """The sum of all samples' signs. Blocks are cut off the longer side: products like to be square."""
         side, samples = int(self.shape[1] > self.shape[0]), min(self.samples, BLOCK_SAMPLES)
         long, short = self.shape[side], self.shape[1 - side]
