@@ -75,7 +75,7 @@ def quick_products() -> Iterator[None]:
     """Linear maps of float32 on a CPU by the faster library, forward and backward; elsewhere nothing changes.
 
     Sums run in another order, so the last bits differ. What is not a plain product (tensors of other types, torch.func,
-    compiled models, autocast) goes the usual way."""
+    compiled models, autocast, activations that are made again) goes the usual way."""
     if not onednn_is_faster():
         yield
         return
@@ -97,7 +97,8 @@ def _agrees() -> bool:
     data, weight, bias = (torch.linspace(-1, 1, 16 * rows).reshape(rows, 16) for rows in (6, 4, 1))
     try:
         found = product(data, weight, bias[0, :4])
-        return not _transforming() and torch.allclose(found, functional.linear(data, weight, bias[0, :4]), atol=1e-5)
+        usual = not _transforming() and not _recomputed()
+        return usual and torch.allclose(found, functional.linear(data, weight, bias[0, :4]), atol=1e-5)
     except (AttributeError, RuntimeError, TypeError):  # it is no public one
         return False
 
@@ -110,6 +111,11 @@ def product(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _transforming() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def _recomputed() -> bool:
+    """Whether what a backward pass needs is not kept but made again: in it, where no mode is heard, so the usual way."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Linear(Function):
@@ -147,6 +153,7 @@ def _plain(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and not _transforming()
+        and not _recomputed()
     )
 
 

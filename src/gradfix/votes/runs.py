@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfix.errors import DataError, UnsafeResult
-from gradfix.system.modules import left_as_it_was
+from gradfix.system.modules import at_work
 from gradfix.votes.batched import recorded
 from gradfix.votes.engines.loop import SILENT, Batches
 from gradfix.votes.engines.passes import Batch, Loss, batch_size, losses_of, nothing_left_behind, take
@@ -109,7 +109,7 @@ def collect(
     `identity` names what the loss depends on besides model and batches."""
     bad: list[Bad] = []
     try:
-        with left_as_it_was(run.model), nothing_left_behind(run.model), run.hooks():
+        with at_work(run.model), nothing_left_behind(run.model), run.hooks():
             steps = run.steps()
             if partial is not None:
                 steps = partial.remaining(run.tally, steps, run.key(identity), bad)
