@@ -52,7 +52,7 @@ def test_values_and_slopes_are_those_of_float64(everywhere, bias, shape):
     seed = torch.randn(*shape, LARGE[2])
 
     def run():
-        with processor.quick_products():
+        with processor.quick_products(layer):
             found = layer(data)
             found.backward(seed)
         return found
@@ -69,7 +69,7 @@ def test_values_and_slopes_are_those_of_float64(everywhere, bias, shape):
 
 def test_what_lies_otherwise_in_memory_is_read_right(everywhere):
     layer, data = _linear()
-    with processor.quick_products(), torch.no_grad():
+    with processor.quick_products(layer), torch.no_grad():
         found = functional.linear(data.t().contiguous().t(), layer.weight.t().contiguous().t(), layer.bias)
     torch.testing.assert_close(found, layer(data), rtol=1e-5, atol=1e-5)
 
@@ -79,7 +79,7 @@ def test_only_wanted_slopes_are_made(everywhere):
     layer.weight.requires_grad_(False)
 
     def run():
-        with processor.quick_products():
+        with processor.quick_products(layer):
             layer(data).sum().backward()
 
     assert _taken(run)[1] == 1
@@ -109,7 +109,7 @@ def test_everything_else_goes_the_usual_way(everywhere, kind, run):
     layer, data = _linear()
 
     def inside():
-        with processor.quick_products():
+        with processor.quick_products(layer):
             return run(layer, data)
 
     found, products = _taken(inside)
@@ -125,17 +125,24 @@ def test_everything_else_goes_the_usual_way(everywhere, kind, run):
 def test_activations_that_are_made_again_have_the_same_slopes(everywhere, reentrant):
     layer, data = _linear()
     data.requires_grad_()
-    with processor.quick_products():
+    with processor.quick_products(layer):
         checkpoint(lambda x: layer(x).relu(), data, use_reentrant=reentrant).sum().backward()
     found, data.grad = data.grad, None
     layer(data).relu().sum().backward()
     torch.testing.assert_close(found, data.grad, rtol=1e-5, atol=1e-5)
 
 
+def test_models_on_a_card_are_not_watched(everywhere):
+    with processor.quick_products(nn.Linear(2, 2, device="meta")):
+        assert not torch._C._is_torch_function_mode_enabled()
+    with processor.quick_products(nn.Linear(2, 2)):
+        assert torch._C._is_torch_function_mode_enabled()
+
+
 def test_slopes_of_slopes_are_refused_instead_of_wrong(everywhere):
     layer, data = _linear()
     data.requires_grad_()
-    with processor.quick_products():
+    with processor.quick_products(layer):
         (slope,) = torch.autograd.grad(layer(data).square().sum(), data, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             slope.sum().backward()

@@ -70,7 +70,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def at_work(model: nn.Module) -> Iterator[None]:
     """Left as it was, and its products by the faster library meanwhile."""
-    with left_as_it_was(model), quick_products():
+    with left_as_it_was(model), quick_products(model):
         yield
 
 

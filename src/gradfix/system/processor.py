@@ -71,12 +71,15 @@ def ahead(pool: PieceWorkers, function: Callable[[Item], Result], items: Iterabl
 
 
 @contextmanager
-def quick_products() -> Iterator[None]:
-    """Linear maps of float32 on a CPU by the faster library, forward and backward; elsewhere nothing changes.
+def quick_products(model: nn.Module) -> Iterator[None]:
+    """A model's linear maps of float32 on a CPU by the faster library, forward and backward; elsewhere nothing changes.
 
     Sums run in another order, so the last bits differ. What is not a plain product (tensors of other types, torch.func,
     compiled models, autocast, activations that are made again) goes the usual way."""
-    if not onednn_is_faster():
+    here = any(weight.is_cpu and weight.dtype == torch.float32 for weight in model.parameters())
+    if (
+        not here or not onednn_is_faster()
+    ):  # launching work on a card is not slowed down by a mode that has no use for it
         yield
         return
     with _Quick():

@@ -262,7 +262,7 @@ def _training(bound: Bound, names: Sequence[str] | None) -> Iterator[dict[str, n
         parameter.requires_grad_(name in wanted)
         parameter.grad = None
     try:
-        with torch.enable_grad(), quick_products():
+        with torch.enable_grad(), quick_products(bound.model):
             yield {name: known[name] for name in known if name in set(wanted)}
     finally:
         for module, mode in modes:
