@@ -45,7 +45,7 @@ class Relating:
     on beyond where the fine-tune took them, as a share of that way: a student stops short of its teacher. `along` is as in
     `Teaching`."""
 
-    steps: int = 270
+    steps: int = 200
     texts: int = 16
     labelled: int = 5
     rate: float = 0.35
