@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,12 +77,8 @@ def quick_products(model: nn.Module) -> Iterator[None]:
     Sums run in another order, so the last bits differ. What is not a plain product (tensors of other types, torch.func,
     compiled models, autocast, activations that are made again) goes the usual way."""
     here = any(weight.is_cpu and weight.dtype == torch.float32 for weight in model.parameters())
-    if (
-        not here or not onednn_is_faster()
-    ):  # launching work on a card is not slowed down by a mode that has no use for it
-        yield
-        return
-    with _Quick():
+    # A mode slows down every call; a card would wait for it.
+    with _Quick() if here and onednn_is_faster() else nullcontext():
         yield
 
 
@@ -100,8 +96,8 @@ def _agrees() -> bool:
     data, weight, bias = (torch.linspace(-1, 1, 16 * rows).reshape(rows, 16) for rows in (6, 4, 1))
     try:
         found = product(data, weight, bias[0, :4])
-        usual = not _transforming() and not _recomputed()
-        return usual and torch.allclose(found, functional.linear(data, weight, bias[0, :4]), atol=1e-5)
+        _transforming(), _recomputed()  # whatever they say: they can be asked
+        return torch.allclose(found, functional.linear(data, weight, bias[0, :4]), atol=1e-5)
     except (AttributeError, RuntimeError, TypeError):  # it is no public one
         return False
 
