@@ -1,4 +1,4 @@
-"""Linear maps of float32 on a CPU by oneDNN instead of MKL: seconds of a training step, of scoring and of a vote's products.
+"""Linear maps of float32 on a CPU by oneDNN instead of MKL: seconds of a training step, of scoring and of a vote.
 
     python -m benchmarks.products [--threads 1 2] [--repeats 7]
 

@@ -25,7 +25,7 @@ from gradfix.checkpoints.slices import is_split
 from gradfix.errors import DataError, UsageError
 from gradfix.registry import Registry
 from gradfix.system.modules import at_work
-from gradfix.system.processor import product, takes_quick_products
+from gradfix.system.processor import crossed
 from gradfix.vectors.taskvector import TaskVector
 
 Batch = Mapping[str, Tensor]
@@ -176,10 +176,8 @@ class _Products(dict[Any, Tensor]):
 
     def add(self, place: Any, ours: Tensor, theirs: Tensor) -> None:
         wide = torch.promote_types(torch.promote_types(ours.dtype, theirs.dtype), torch.float32)
-        ours, theirs = ours.to(theirs.device, wide), theirs.to(wide)
-        quick = takes_quick_products(ours, theirs, ours.numel() * theirs.shape[1])
-        found = product(ours.T, theirs.T) if quick else ours.T @ theirs
-        self[place] = self[place] + found if place in self else found
+        product = crossed(ours.to(theirs.device, wide), theirs.to(wide))
+        self[place] = self[place] + product if place in self else product
 
 
 def _products(

@@ -48,8 +48,8 @@ def offloaded(model: nn.Module) -> bool:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and no gradients inside; modes and gradients restored afterwards."""
+def at_work(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and no gradients inside, and products by the faster library; modes and gradients restored afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     if any(mode for _, mode in modes):
@@ -58,20 +58,14 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         if gradient is not None:
             parameter.grad = None
     try:
-        yield
+        with quick_products(model):
+            yield
     finally:
         for module, mode in modes:
             if module.training is not mode:
                 module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextmanager
-def at_work(model: nn.Module) -> Iterator[None]:
-    """Left as it was, and its products by the faster library meanwhile."""
-    with left_as_it_was(model), quick_products(model):
-        yield
 
 
 @contextmanager

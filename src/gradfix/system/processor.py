@@ -156,9 +156,14 @@ def _plain(data: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     )
 
 
-def takes_quick_products(left: Tensor, right: Tensor, multiplications: int) -> bool:
-    """Whether `product` is right for these, and faster than torch's own."""
-    return _takes((left, right), multiplications) and onednn_is_faster()
+def crossed(left: Tensor, right: Tensor, room: Tensor | None = None) -> Tensor:
+    """left^T right by the faster library; in `room`, where it is given and torch's own library is the faster one."""
+    return product(left.T, right.T) if crosses_quickly(left, right) else torch.mm(left.T, right, out=room)
+
+
+def crosses_quickly(left: Tensor, right: Tensor) -> bool:
+    """Whether products of these, over all dimensions but their last, are a matter for oneDNN."""
+    return _takes((left, right), left.numel() * right.shape[-1]) and onednn_is_faster()
 
 
 def _takes(given: Sequence[Tensor], multiplications: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradfix.system.processor import product, takes_quick_products
+from gradfix.system.processor import crossed, crosses_quickly
 from gradfix.votes.batched import kernels
 
 Mend = Callable[[Tensor], Tensor]  # what is done to signs before they are summed
@@ -86,12 +86,10 @@ class Product:
         votes.sub_(signs.to(votes.dtype))
 
     def _signs_one_by_one(self, mend: Mend) -> Tensor:
-        quick = takes_quick_products(self.left, self.right, self.left[0].numel() * self.shape[1])
-        gradient = self.left.new_empty(0 if quick else self.shape)
-        signs = self.left.new_zeros(self.shape, dtype=torch.float32 if self.samples > 256 else None)
+        room = self.left.new_empty(self.shape)
+        signs = torch.zeros_like(room, dtype=torch.float32 if self.samples > 256 else None)
         for left, right in zip(self.left, self.right):
-            found = product(left.T, right.T) if quick else torch.mm(left.T, right, out=gradient)
-            signs.add_(mend(found.sign_()))
+            signs.add_(mend(crossed(left, right, room).sign_()))
         return signs
 
     def _fold_in_strips(self, votes: Tensor) -> None:
@@ -102,7 +100,7 @@ class Product:
             cut = slice(top, top + height)
             left, right = (self.left, self.right[..., cut]) if side else (self.left[..., cut], self.right)
             part, own = Product(left, right), votes[:, cut] if side else votes[cut]
-            quick = takes_quick_products(left, right, left[0].numel() * part.shape[1])
+            quick = crosses_quickly(left[:1], right[:1])
             part._fold_signs(part._signs_one_by_one if quick else part._signs_in_blocks, own)
 
     def _signs_in_blocks(self, mend: Mend) -> Tensor:
