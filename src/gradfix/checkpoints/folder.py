@@ -34,7 +34,7 @@ NOT_COPIED = (
 def versions() -> dict[str, Any]:
     """What the bits of a result depend on besides its inputs."""
     found = {"gradfix": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "safetensors", "numpy", "torchvision"):  # the last reads images where it is
+    for package in ("torch", "transformers", "safetensors", "numpy", "torchvision"):  # it reads images, where it is
         try:
             found[package] = version(package)
         except PackageNotFoundError:
