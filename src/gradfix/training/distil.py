@@ -27,7 +27,7 @@ from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_pa
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
-from gradfix.training.steps import Training, draws, take_steps, trainable_weights
+from gradfix.training.steps import Training, draws, rounded_products, take_steps, trainable_weights
 from gradfix.vectors.scale import Coefficients
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
@@ -177,12 +177,12 @@ def _fill(model: nn.Module, base: Source) -> None:
 
 @torch.no_grad()
 def answers(bound: Bound, batch: Batch, size: int = 128) -> Tensor:
-    """The model's logits, in pieces of similar length."""
+    """The model's logits, in pieces of similar length; products are rounded as in `take_steps`."""
     count = len(next(iter(batch.values())))
     order = torch.arange(count)
     if "attention_mask" in batch:
         order = batch["attention_mask"].flatten(1).sum(1).argsort().cpu()
-    with at_work(bound.model):
+    with at_work(bound.model), rounded_products(next(bound.model.parameters())):
         ask = current().each(lambda rows: logits_of(bound, take(batch, rows)).float(), order.split(size))
     found = torch.cat(ask)
     return found[order.argsort().to(found.device)]

@@ -28,7 +28,7 @@ from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretch
 from gradfix.training.lessons import reads_alike
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, learned_ways, step_unit
-from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
+from gradfix.training.steps import Training, change, draws, rounded_products, take_steps, trainable_weights, warmed
 from gradfix.vectors.scale import Coefficients, dialled
 from gradfix.vectors.taskvector import TaskVector
 
@@ -377,7 +377,7 @@ def _embedded(bound: EmbeddingBound, batch: Batch) -> Tensor:
 
 def _read(bound: EmbeddingBound, texts: Batch, size: int = 128) -> Tensor:
     count = len(next(iter(texts.values())))
-    with torch.no_grad():
+    with torch.no_grad(), rounded_products(next(bound.model.parameters())):
         parts = [_embedded(bound, take(texts, rows)) for rows in torch.arange(count).split(size)]
     return torch.cat(parts)
 

@@ -12,14 +12,16 @@ texts in another language do without."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 Batch = Mapping[str, Tensor]
 Bag = tuple[Tensor, Tensor]
@@ -65,41 +67,62 @@ def _splice(
     bags = _bags(torch.cat(bodies), reserved, vocabulary)
     few = len(texts) < FEW
     top, turns = (REPLACED, (0, 1)) if few else (REPLACED / 2, (1, 1))
-    room = ids.shape[1] - head - tail
-    made = []
-    for turn in range(count):
-        body = torch.cat([_piece(bodies, generator, longest), _piece(bodies, generator, longest)])[:room]
-        share = top * torch.rand(1, generator=generator)
-        swapped = torch.rand(len(body), generator=generator) < share
-        drawn = _drawn(bags[turns[turn % 2]], len(body), generator)
-        body = torch.where(swapped, drawn, body)
-        made.append(torch.cat([texts[0][:head], body, texts[0][len(texts[0]) - tail :]]))
-    pad = int(ids[~mask][0]) if bool((~mask).any()) else 0
-    width = max(map(len, made))
-    out = torch.full((count, width), pad, dtype=ids.dtype)
-    seen = torch.zeros((count, width), dtype=torch.long)
-    for row, text in enumerate(made):
-        out[row, : len(text)] = text
-        seen[row, : len(text)] = 1
-    result = {"input_ids": out.to(device), "attention_mask": seen.to(device)}
+    drawn = _pieces(bodies, count, generator, longest)
+    lengths = drawn.lengths.sum(1).clamp(max=ids.shape[1] - head - tail)
+    width = int(lengths.max()) if count else 0
+    body = drawn.joined(width)
+    share = top * torch.rand(count, 1, generator=generator)
+    swapped = torch.rand(body.shape, generator=generator) < share
+    chances = torch.rand(body.shape, generator=generator, dtype=torch.double)
+    for turn, bag in enumerate(turns):
+        own, rows = swapped[turn::2], slice(turn, None, 2)
+        body[rows] = torch.where(own, _drawn(bags[bag], chances[rows]), body[rows])
+    place = torch.arange(head + width + tail)
+    ends = head + lengths[:, None]
+    out = functional.pad(body, (head, tail))
+    out[:, :head] = texts[0][:head]
+    for back in range(tail):
+        out[place == ends + back] = texts[0][len(texts[0]) - tail + back]
+    seen = place < ends + tail
+    out[~seen] = int(ids[~mask][0]) if bool((~mask).any()) else 0
+    result = {"input_ids": out.to(device), "attention_mask": seen.long().to(device)}
     if "token_type_ids" in inputs:
         result["token_type_ids"] = torch.zeros_like(result["input_ids"])
     return result
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Two pieces for each of many sequences: where they begin in a row of all tokens, and how long they are."""
+
+    tokens: Tensor
+    begins: Tensor
+    lengths: Tensor
+
+    def joined(self, width: int) -> Tensor:
+        """The pieces one behind the other, so many tokens wide; what lies behind them is anything."""
+        place = torch.arange(width)
+        first = self.lengths[:, :1]
+        places = torch.where(place < first, self.begins[:, :1] + place, self.begins[:, 1:] + place - first)
+        return self.tokens[places.clamp(max=len(self.tokens) - 1)]
+
+
+def _pieces(bodies: Sequence[Tensor], count: int, generator: torch.Generator, longest: float) -> _Pieces:
+    sizes = torch.tensor([len(body) for body in bodies])
+    rows = torch.randint(len(bodies), (count, 2), generator=generator)
+    begins, ends = stretches(sizes[rows], longest, generator)
+    return _Pieces(torch.cat(list(bodies)), (sizes.cumsum(0) - sizes)[rows] + begins, ends - begins)
 
 
 def splice_words(texts: Sequence[str], count: int, seed: int, longest: float = 1.0) -> list[str]:
     """Some words of one text, then some of another: for models that cut texts into different tokens."""
     generator = torch.Generator().manual_seed(seed)
     words = [text.split() for text in texts if text.split()] or [[""]]
-    places = [torch.arange(len(text)) for text in words]
-    made = []
-    for _ in range(count):
-        pieces = []
-        for _ in range(2):
-            row = int(torch.randint(len(words), (), generator=generator))
-            pieces += [words[row][place] for place in _piece([places[row]], generator, longest).tolist()]
-        made.append(" ".join(pieces))
-    return made
+    rows = torch.randint(len(words), (count, 2), generator=generator)
+    cuts = stretches(torch.tensor([len(text) for text in words])[rows], longest, generator)
+    drawn = zip(rows.flatten().tolist(), *(cut.flatten().tolist() for cut in cuts), strict=True)
+    pieces = [" ".join(words[row][begin:end]) for row, begin, end in drawn]
+    return [" ".join(two) for two in zip(pieces[::2], pieces[1::2], strict=True)]
 
 
 @cache
@@ -126,23 +149,20 @@ def beside_sentences(texts: Sequence[str], count: int, seed: int, longest: float
 
     A piece is at most the share `longest` of what it is taken from."""
     generator = torch.Generator().manual_seed(seed)
-
-    def drawn(size: int) -> int:
-        return int(torch.randint(size, (), generator=generator))
-
-    def piece(words: list[str]) -> list[str]:
-        return words[stretch(len(words), longest, generator)]
-
     places = [place for place, text in enumerate(texts) if text.split()]
-    sentences = bank()
+    if not places:
+        return []
+    words, sentences = [texts[place].split() for place in places], [sentence.split() for sentence in bank()]
     order = torch.randperm(len(sentences), generator=generator).tolist()
+    rows = torch.randint(len(places), (count,), generator=generator).tolist()
+    both = [(words[row], sentences[order[turn % len(order)]]) for turn, row in enumerate(rows)]
+    sizes = torch.tensor([[len(one) for one in two] for two in both]).reshape(-1, 2)
+    cuts = zip(*(cut.tolist() for cut in stretches(sizes, longest, generator)), strict=True)
+    turned = torch.randint(2, (count,), generator=generator).tolist()
     made = []
-    for turn in range(count if places else 0):
-        place = places[drawn(len(places))]
-        pieces = [piece(texts[place].split()), piece(sentences[order[turn % len(order)]].split())]
-        if drawn(2):
-            pieces.reverse()
-        made.append((place, " ".join(pieces[0] + pieces[1])))
+    for row, two, (begins, ends), backwards in zip(rows, both, cuts, turned, strict=True):
+        pieces = [one[begin:end] for one, begin, end in zip(two, begins, ends, strict=True)]
+        made.append((places[row], " ".join(chain(*(pieces[::-1] if backwards else pieces)))))
     return made
 
 
@@ -158,10 +178,11 @@ def _bags(present: Tensor, reserved: Tensor, vocabulary: Tensor | None) -> tuple
     return even, (tokens, weights.cumsum(0)) if bool(weights.sum() > 0) else even
 
 
-def _drawn(bag: Bag, count: int, generator: torch.Generator) -> Tensor:
+def _drawn(bag: Bag, chances: Tensor) -> Tensor:
+    """A token for every number between 0 and 1."""
     tokens, running = bag
-    places = torch.rand(count, generator=generator, dtype=torch.double) * running[-1]
-    return tokens[torch.searchsorted(running, places, right=True).clamp(max=len(tokens) - 1)]
+    places = torch.searchsorted(running, chances * running[-1], right=True)
+    return tokens[places.clamp(max=len(tokens) - 1)]
 
 
 def _common(texts: list[Tensor]) -> int:
@@ -175,16 +196,17 @@ def _common(texts: list[Tensor]) -> int:
     return max(shortest - 1, 0)
 
 
-def _piece(bodies: list[Tensor], generator: torch.Generator, longest: float) -> Tensor:
-    body = bodies[int(torch.randint(len(bodies), (), generator=generator))]
-    return body[stretch(len(body), longest, generator)]
+def stretches(sizes: Tensor, longest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Where a random piece of each of so many tokens or words begins and ends; it is at most a share of them long."""
+    lengths = 1 + _below((longest * sizes).ceil(), generator)
+    begins = _below(sizes - lengths + 1, generator)
+    return begins, begins + lengths
 
 
-def stretch(count: int, longest: float, generator: torch.Generator) -> slice:
-    """A random piece of so many tokens or words, at most a share of them long."""
-    length = 1 + int(torch.randint(math.ceil(longest * count), (), generator=generator))
-    start = int(torch.randint(count - length + 1, (), generator=generator))
-    return slice(start, start + length)
+def _below(limits: Tensor, generator: torch.Generator) -> Tensor:
+    """A whole number from 0 up to, and without, each of these."""
+    chances = torch.rand(limits.shape, generator=generator, dtype=torch.double)
+    return torch.minimum((chances * limits).long(), limits.long() - 1)
 
 
 def _combine(tensor: Tensor, pairs: Tensor, generator: torch.Generator) -> Tensor:
