@@ -185,7 +185,7 @@ def _lending(trial: Trial, support: Support) -> Old | None:
     except NotHere:
         return old
     assert isinstance(found.lesson, Lesson)
-    return replace(old, lent=Lent(found.lesson, found.vector))
+    return replace(old, lent=Lent(found.lesson, found.vector, found.work))
 
 
 def _judged(trial: Trial, support: Support, run: Callable[[Sequence[Example]], Best]) -> Outcome:
@@ -218,6 +218,7 @@ class Turned:
 
     vector: TaskVector
     lesson: Lesson | Relations
+    work: Work
 
 
 def turned(trial: Trial, support: Support, how: str) -> TaskVector:
@@ -267,19 +268,20 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
         recipe = relations.SETTING
         related = relations.lesson_for(trial.bound, teacher, support.examples, trial.unlabelled, recipe, support.seed)
         moved = relations.in_their_relations(trial.bound, teacher, old, related, recipe, how)
-        trial.bill.own += Work(forward=len(related) + moved.passes, backward=moved.passes)
-        return Turned(moved.vector, related)
+        work = Work(forward=len(related) + moved.passes, backward=moved.passes)
+        trial.bill.own += work
+        return Turned(moved.vector, related, work)
     recipe = teaching_for(trial.bound, teacher, support.examples, trial.unlabelled)
 
-    def ask() -> Lesson:
+    def ask() -> tuple[Lesson, int]:
         words = vocabulary(trial.bound, trial.own_tau, teacher, old)
-        lesson, asked = lesson_for(
+        found = lesson_for(
             trial.bound, teacher, support.examples, trial.unlabelled, words, recipe, support.seed
         )  # fmt: skip
-        trial.bill.own += Work(forward=asked)
-        return lesson
+        trial.bill.own += Work(forward=found[1])
+        return found
 
-    lesson: Lesson = trial.shared(f"turned-lesson-{support.name}", ask)  # the same for every way to turn
+    lesson, asked = trial.shared(f"turned-lesson-{support.name}", ask)  # the same for every way to turn
     ways = [way for way in OUTSIDES if way == how or way in trial.planned]
 
     def turn() -> dict[str, Moved]:
@@ -288,7 +290,7 @@ def _turned(trial: Trial, support: Support, how: str) -> Turned:
         return turned
 
     found: dict[str, Moved] = trial.shared(f"turned-by-{'-'.join(ways)}-{support.name}", turn)
-    return Turned(found[how].vector, lesson)
+    return Turned(found[how].vector, lesson, Work(forward=asked) + mapping(found[how], lesson))
 
 
 def in_full(

@@ -22,7 +22,7 @@ from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
 from gradfix.training.distil import ENOUGH, GENTLER, Lesson, Teaching, a_step, can_teach, distil
 from gradfix.training.free_text import Taught, asked_of, learn
-from gradfix.training.lessons import lesson_for, named_right, teaching_for, vocabulary
+from gradfix.training.lessons import heard_of, lesson_for, teaching_for, vocabulary
 from gradfix.training.relations import SETTING, learn_relations
 from gradfix.training.starts import (
     COORDINATES,
@@ -135,23 +135,24 @@ def best(
     rate = recipe.rate * step_unit(bound, tau, teacher, old)
     if not rate:
         raise UsageError("the task vector is zero in every trainable tensor: there is nothing to transport.")
-    heard = {}
+    heard = None
     if len(lesson) and teacher is not None and examples:
-        heard, asked = {"named_right": (named_right(teacher, examples), len(examples))}, asked + len(examples)
+        heard, asked = heard_of(teacher, examples), asked + len(examples)
     vectors, work, found = _vectors(bound, tau, teacher, old, lesson, recipe)
     start, tried = choose_start(bound, vectors, labelled, lesson, recipe)
     if len(unlabelled or ()) >= ENOUGH and len(lesson):
         recipe = recipe.real()
     follows, probes = probe_of(bound, labelled, lesson, recipe)
     work += Work(forward=asked + sum(one.passes for one in tried), vectors=sum(len(one.curve) for one in tried))
-    recipe = recipe.affordable(work + Work(forward=probes), a_step(labelled, lesson, recipe))
+    paid = work + lent.work if lent is not None else work
+    recipe = recipe.affordable(paid + Work(forward=probes), a_step(labelled, lesson, recipe))
     # a handful of labels alone does not say how far each matrix should go
     along = learned_ways(start, recipe.along / rate, recipe.betas) if len(lesson) else None
     passes = looked = 0
     for size in (rate, rate / GENTLER):  # the second only where the first led away from the teacher
         with restored(bound.model) as before, dialled(bound.model, start.vector or {}) as dial:
             dial.turn(start.alpha)
-            passes += distil(bound, labelled, lesson, size, recipe, seed, along)
+            passes += distil(bound, labelled, lesson, size, recipe, seed, along, heard)
             with at_work(bound.model):
                 left_behind = len(lesson) > 0 and not follows() <= start.value
             update = change(bound.model, before)
@@ -159,9 +160,10 @@ def best(
         if not left_behind:
             break
     work += Work(forward=passes + looked, backward=passes, steps=recipe.steps)
-    parts = {
-        **_told(start, tried), **found, **heard, "rate": size, "steps": recipe.steps, "asked": len(lesson),
-    }  # fmt: skip
+    parts = {**_told(start, tried), **found, "rate": size, "steps": recipe.steps, "asked": len(lesson)}
+    if heard is not None and labelled is not None:
+        right = heard.argmax(-1) == labelled["labels"].to(heard.device)
+        parts["named_right"] = (int(right.sum()), len(right))
     verdict = "taught" if start.name == NONE else "transported"
     return Best(update, verdict, start.alpha, start.name, parts, work, time.perf_counter() - began)
 

@@ -34,6 +34,7 @@ from gradfix.vectors.transported import apply
 
 Batch = Mapping[str, Tensor]
 ENOUGH = 320  # real unlabelled inputs that need no made-up ones beside them
+SEEN = 4  # times that a labelled sample is seen where there are many
 GENTLER = 4  # how much smaller the steps are where the first ones led away from the teacher
 
 
@@ -47,7 +48,7 @@ class Teaching:
     of them, `map_batch` at a time, compare the units of both bases; `probes` others judge where to start. `natural` is
     the share of the made-up inputs that hold a piece of a natural sentence, `piece` how much of a text a piece may take.
     `along` is the rate at which every matrix learns how far to go along the vector, in multiples of its way so far.
-    `price` is what everything together may take, in samples read forward (backward is as much as twice forward): 11.7 %
+    `price` is what everything together may take, in samples read forward (backward is as much as twice forward): 11.9 %
     of 400 steps of 64. Inputs that are long beside the known ones are given fewer steps."""
 
     steps: int = 36
@@ -64,7 +65,7 @@ class Teaching:
     natural: float = 0.5
     piece: float = 1.0
     along: float = 0.4
-    price: int = 9000
+    price: int = 9150
 
     def affordable(self, spent: Work, each: float) -> Teaching:
         """With as many steps as are left to pay for where one reads so many samples; half of them in any case."""
@@ -74,6 +75,16 @@ class Teaching:
     def real(self) -> Teaching:
         """More and smaller steps: what real inputs repay and made-up ones do not, and what answers to the latter would cost."""
         return replace(self, steps=self.steps * 5 // 2, labelled=self.labelled // 2, unlabelled=self.unlabelled // 2)
+
+    def for_labels(self, count: int) -> Teaching:
+        """With as many labelled samples in a step as see each of so many a few times, up to half of the step.
+
+        A handful is seen often enough; hundreds say more than as many made-up inputs would."""
+        size = self.labelled + self.unlabelled
+        labelled = max(self.labelled, min(round(SEEN * count / self.steps), size // 2))
+        asked = size - labelled
+        needed = self.steps * asked + self.mapped + self.probes
+        return replace(self, labelled=labelled, unlabelled=asked, pool=min(self.pool, max(needed, ENOUGH)))
 
     def of_texts(self) -> Teaching:
         """More inputs, half as long, in more steps: as many tokens, and more that is new in them."""
@@ -227,12 +238,14 @@ def distil(
     teaching: Teaching,
     seed: int,
     along: Callable[[Mapping[str, nn.Parameter]], Coefficients] | None = None,
+    heard: Tensor | None = None,
 ) -> int:
     """Train `bound.model` in place; returns how many samples went forward and backward, shorter ones as parts of one.
 
-    The loss is w * cross-entropy on the labelled samples + the divergence from the teacher on the others, with
-    w = N / (N + prior) for N labelled samples. An empty lesson leaves the cross-entropy alone, no labelled samples
-    the divergence. `along` makes the coefficients of a vector that are learned beside the weights."""
+    The loss is w * cross-entropy on the labelled samples + the divergence from the teacher, with w = N / (N + prior) for
+    N labelled samples. An empty lesson leaves the cross-entropy alone, no labelled samples the divergence. `heard` is what
+    the teacher answers to the labelled ones: with it they count among those that it is followed on. `along` makes the
+    coefficients of a vector that are learned beside the weights."""
 
     def diverged(step: int, _: float) -> DataError:
         return DataError(f"the loss is not finite in step {step + 1} of the polish; try a lower rate.")
@@ -246,14 +259,18 @@ def distil(
     known, asked = draws(count, shares[0], seed + 1), draws(len(lesson), shares[1], seed + 2)
     weight = count / (count + teaching.prior) if len(lesson) else 1.0
 
+    def named(known: Tensor) -> Tensor | None:
+        return heard[known.to(heard.device)] if heard is not None and len(lesson) else None
+
     def ordinary(known: Tensor, asked: Tensor) -> list[Callable[[], Tensor]]:
         seen = take(labelled, known) if labelled is not None else None
-        return _losses(bound, seen, lesson.take(asked) if len(lesson) else None, weight, teaching.temperature)
+        told = lesson.take(asked) if len(lesson) else None
+        return _losses(bound, seen, named(known), told, weight, teaching.temperature)
 
     def alike(known: Tensor, asked: Tensor) -> Tensor:
         seen = picked(labelled, known) if labelled is not None else None
         told = Lesson(picked(lesson.inputs, asked), lesson.answers[asked]) if len(lesson) else None
-        return _loss(bound, seen, told, weight, teaching.temperature)
+        return _loss(bound, seen, named(known), told, weight, teaching.temperature)
 
     rows = [(_whole(next(known)), _whole(next(asked))) for _ in range(teaching.steps)]
     with at_work(bound.model), torch.enable_grad():
@@ -283,30 +300,42 @@ def _whole(rows: Sequence[int]) -> Tensor:
 
 
 def _losses(
-    bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float
+    bound: Bound, seen: Batch | None, heard: Tensor | None, told: Lesson | None, weight: float, temperature: float
 ) -> list[Callable[[], Tensor]]:
     """The loss of one step, in as many parts as there are processes that share it."""
     group = current()
     if group.size == 1:
-        return [lambda: _loss(bound, seen, told, weight, temperature)]
+        return [lambda: _loss(bound, seen, heard, told, weight, temperature)]
+    count, others = 0 if seen is None else len(seen["labels"]), 0 if told is None else len(told)
+    followed = others + (0 if heard is None else len(heard))
 
     def part(known: Sequence[int], asked: Sequence[int]) -> Tensor:
         loss: Tensor | float = 0.0
         if len(known) and seen is not None:
-            loss = weight * bound.loss(bound.model, dict(take(seen, torch.tensor(known)))).sum() / len(seen["labels"])
+            rows = torch.tensor(known)
+            piece = take(seen, rows)
+            if told is None:
+                loss = weight * bound.loss(bound.model, dict(piece)).sum() / count
+            else:
+                found = logits_of(bound, piece)
+                loss = weight * functional.cross_entropy(found, piece["labels"], reduction="sum") / count
+                if heard is not None:
+                    wanted = heard[rows.to(heard.device)].to(found)
+                    loss = loss + divergence(found, wanted, temperature).sum() / followed
         if len(asked) and told is not None:
-            piece = told.take(torch.tensor(asked))
-            found = logits_of(bound, piece.inputs)
-            loss = loss + divergence(found, piece.answers.to(found), temperature).sum() / len(told)
+            lesson = told.take(torch.tensor(asked))
+            found = logits_of(bound, lesson.inputs)
+            loss = loss + divergence(found, lesson.answers.to(found), temperature).sum() / followed
         assert isinstance(loss, Tensor)
         return loss
 
-    rows = [range(0 if seen is None else len(seen["labels"])), range(0 if told is None else len(told))]
-    known, asked = (group.pieces(some) for some in rows)
+    known, asked = (group.pieces(range(some)) for some in (count, others))
     return [partial(part, one, other) for one, other in zip_longest(known, asked, fillvalue=range(0))]
 
 
-def _loss(bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, temperature: float) -> Tensor:
+def _loss(
+    bound: Bound, seen: Batch | None, heard: Tensor | None, told: Lesson | None, weight: float, temperature: float
+) -> Tensor:
     """Labels and teacher in one forward pass."""
     if told is None:
         assert seen is not None
@@ -316,9 +345,11 @@ def _loss(bound: Bound, seen: Batch | None, told: Lesson | None, weight: float, 
         return divergence(found, told.answers.to(found), temperature).mean()
     labels = seen["labels"]
     found = logits_of(bound, join(seen, told.inputs))
-    known, asked = found[: len(labels)], found[len(labels) :]
-    lesson = divergence(asked, told.answers.to(asked), temperature).mean()
-    return weight * functional.cross_entropy(known, labels) + lesson
+    wanted = told.answers.to(found)
+    if heard is not None:
+        wanted = torch.cat([heard.to(found), wanted])
+    lesson = divergence(found[-len(wanted) :], wanted, temperature).mean()
+    return weight * functional.cross_entropy(found[: len(labels)], labels) + lesson
 
 
 def join(first: Batch, second: Batch) -> dict[str, Tensor]:

@@ -53,11 +53,9 @@ def lesson_for(
     return lesson, round(len(lesson) * lesson.length())
 
 
-def named_right(teacher: Bound, examples: Sequence[Example]) -> int:
-    """How many of these labelled examples the old fine-tune itself names right, on its own base."""
-    batch = teacher.collate(examples)
-    guesses = answers(teacher, batch).argmax(-1)
-    return int((guesses == batch["labels"].to(guesses)).sum())
+def heard_of(teacher: Bound, examples: Sequence[Example]) -> Tensor:
+    """What the old fine-tune itself answers to these labelled examples, on its own base."""
+    return answers(teacher, teacher.collate(examples))
 
 
 def _mixed(parts: Sequence[list[Batch]], generator: torch.Generator) -> list[Batch]:
@@ -88,14 +86,17 @@ def _new_inputs(
 def teaching_for(
     bound: Bound, teacher: Bound | None, examples: Sequence[Example], unlabelled: Sequence[Example]
 ) -> Teaching:
-    """The recipe for these inputs. Made-up texts are cut shorter, and more of them are made.
+    """The recipe for these inputs. Made-up texts are cut shorter, and more of them are made; many labels are seen as often as few.
 
-    Not where the target has outgrown the teacher: it ends above it, and is held back by being taught more."""
+    Not shorter where the target has outgrown the teacher: it ends above it, and is held back by being taught more."""
     known = [*examples, *unlabelled]
-    if teacher is None or not can_teach(bound) or not known or len(unlabelled) >= FEW:
-        return Teaching()
-    texts = _reads_texts(bound.collate([{"label": bound.labels[0], **known[0]}]))
-    return Teaching().of_texts() if texts and _body(bound) <= LARGER * _body(teacher) else Teaching()
+    usual = Teaching()
+    if teacher is None or not can_teach(bound) or not known:
+        return usual
+    shorter = len(unlabelled) < FEW and _body(bound) <= LARGER * _body(teacher)
+    if shorter and _reads_texts(bound.collate([{"label": bound.labels[0], **known[0]}])):
+        usual = usual.of_texts()
+    return usual.for_labels(len(examples))
 
 
 def _body(bound: Bound) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import chain
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -147,7 +148,8 @@ def in_the_language_of_the_bank(texts: Sequence[str]) -> bool:
 def beside_sentences(texts: Sequence[str], count: int, seed: int, longest: float = 1.0) -> list[tuple[int, str]]:
     """A piece of a text and a piece of a sentence, in either order; and which text it was.
 
-    A piece is at most the share `longest` of what it is taken from."""
+    A piece is at most the share `longest` of what it is taken from; of sentences that are longer than the texts it is as
+    much less: inputs that are longer than those to come cost steps."""
     generator = torch.Generator().manual_seed(seed)
     places = [place for place, text in enumerate(texts) if text.split()]
     if not places:
@@ -157,7 +159,8 @@ def beside_sentences(texts: Sequence[str], count: int, seed: int, longest: float
     rows = torch.randint(len(places), (count,), generator=generator).tolist()
     both = [(words[row], sentences[order[turn % len(order)]]) for turn, row in enumerate(rows)]
     sizes = torch.tensor([[len(one) for one in two] for two in both]).reshape(-1, 2)
-    cuts = zip(*(cut.tolist() for cut in stretches(sizes, longest, generator)), strict=True)
+    most = longest * torch.tensor([1.0, min(1.0, fmean(map(len, words)) / fmean(map(len, sentences)))])
+    cuts = zip(*(cut.tolist() for cut in stretches(sizes, most, generator)), strict=True)
     turned = torch.randint(2, (count,), generator=generator).tolist()
     made = []
     for row, two, (begins, ends), backwards in zip(rows, both, cuts, turned, strict=True):
@@ -196,7 +199,7 @@ def _common(texts: list[Tensor]) -> int:
     return max(shortest - 1, 0)
 
 
-def stretches(sizes: Tensor, longest: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def stretches(sizes: Tensor, longest: float | Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Where a random piece of each of so many tokens or words begins and ends; it is at most a share of them long."""
     lengths = 1 + _below((longest * sizes).ceil(), generator)
     begins = _below(sizes - lengths + 1, generator)

@@ -19,21 +19,26 @@ from torch.nn import functional
 from gradfix.align.coordinates import Batch, Moved, Side, moves
 from gradfix.align.correspondence import Correspondence
 from gradfix.tasks.base import Bound
+from gradfix.training.costs import Work
 from gradfix.training.distil import Lesson, Teaching, answers, take, typical_size, unbiased_divergence
 from gradfix.vectors.scale import Coefficients, dialled
 from gradfix.vectors.taskvector import TaskVector
 
 ALPHAS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
-PATIENCE = 2  # alphas in a row without a new best that end the walk
+PATIENCE = 2  # alphas in a row without a new best that end the walk,
+FAR = 2.0  # but not before this one: a vector between strangers may lead uphill first and well below the target then
 NONE, PLAIN, PERMUTED, COORDINATES = "none", "plain", "permuted", "coordinates"
 
 
 @dataclass(frozen=True)
 class Lent:
-    """What another method has made of the same examples, and answers for: a lesson, and the vector its maps turned."""
+    """What another method has made of the same examples, and paid for: a lesson, and the vector its maps turned.
+
+    `work` is what that took: whoever borrows it can afford no more steps than who makes it himself."""
 
     lesson: Lesson
     vector: TaskVector
+    work: Work
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def _walk(
             value = measure()
             curve.append((alpha, math.inf if math.isnan(value) else value))
             lowest = min(range(len(curve)), key=lambda i: curve[i][1])
-            if len(curve) - 1 - lowest >= PATIENCE:
+            if alpha >= FAR and len(curve) - 1 - lowest >= PATIENCE:
                 break
     alpha = min(curve, key=lambda point: point[1])[0]
     return Start(name, vector, alpha, tuple(curve), (len(curve) - known) * samples)
