@@ -17,6 +17,7 @@ from gradfix.methods.comparison import compare
 from gradfix.system.modules import restored
 from gradfix.tasks.base import Bound
 from gradfix.training.best import Best, best
+from gradfix.training.costs import Work
 from gradfix.training.distil import (
     Lesson,
     Teaching,
@@ -30,7 +31,7 @@ from gradfix.training.distil import (
 )
 from gradfix.training.lessons import lesson_for, remembered
 from gradfix.training.remix import bank
-from gradfix.training.starts import Lent, Old, in_coordinates, step_unit
+from gradfix.training.starts import Lent, Old, best_start, in_coordinates, step_unit
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply
 from tests.arenas import LABELS, NumbersBound, network, rows, setting, trained
@@ -181,6 +182,40 @@ def test_without_a_lesson_it_is_plain_fine_tuning(pair: dict[str, Any]) -> None:
     assert float(bound.loss(bound.model, labelled).detach().mean()) < start
 
 
+def test_the_teacher_is_followed_on_labelled_samples_too(pair: dict[str, Any]) -> None:
+    labelled, lesson = pair["target"].collate(rows(12, 40, 0.7)), pair["target"].collate(rows(12, 41, 0.7))
+    wanted = torch.randn(12, len(LABELS), generator=torch.Generator().manual_seed(0))
+    left = []
+    for heard in (None, wanted):
+        bound = NumbersBound(copy.deepcopy(pair["target"].model))
+        distil(bound, labelled, Lesson(lesson, answers(bound, lesson)), 0.01, Teaching(), seed=0, heard=heard)
+        left.append(float(divergence(answers(bound, labelled), wanted).mean()))
+    assert left[1] < 0.9 * left[0]
+
+
+def test_a_walk_goes_over_a_hill_before_it_gives_up() -> None:
+    """Between strangers the first steps may lead away from the teacher: without those behind it the vector would be lost."""
+    model = nn.Linear(1, 1)
+    with torch.no_grad():
+        model.weight.zero_()
+    heights = {0.0: 0.9, 0.5: 0.95, 1.0: 0.93, 1.5: 0.91, 2.0: 0.8, 3.0: 0.6}
+    asked = []
+
+    def probe() -> float:
+        asked.append(float(model.weight.detach()))
+        return heights.get(asked[-1], 1.0)
+
+    vector = TaskVector({"weight": torch.ones(1, 1)})
+    bound = NumbersBound(model)
+    start, tried = best_start(bound, {"plain": vector}, (probe, 1))
+    assert (start.name, start.alpha) == ("plain", 3.0)
+    assert asked == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    heights[2.0] = 1.0
+    assert best_start(bound, {"plain": vector}, (probe, 1))[0].name == "none"
+    assert asked[8:] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert tried[0].passes == 8
+
+
 def test_answers_come_in_the_order_of_the_inputs() -> None:
     class Lengths(NumbersBound):
         def logits(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -280,10 +315,13 @@ def test_the_better_start_is_taken_and_named(pair: dict[str, Any]) -> None:
 def test_what_another_method_made_is_taken_and_not_billed(pair: dict[str, Any]) -> None:
     tau = TaskVector.between(pair["base"], pair["tuned"])
     shapes = {name: tuple(p.shape) for name, p in pair["base"].named_parameters()}
-    old, teacher, recipe = Old(tau, correspond(shapes, shapes)), NumbersBound(pair["tuned"]), Teaching(steps=3, pool=99)
+    old, teacher = Old(tau, correspond(shapes, shapes)), NumbersBound(pair["tuned"])
+    recipe = Teaching(steps=6, pool=99, price=1700)  # which pays for fewer steps
     lesson, asked = lesson_for(pair["target"], teacher, rows(6, 40, 0.7), [], None, recipe, 3)
     moved = in_coordinates(pair["target"], teacher, old, lesson, recipe)["bico"]
-    alone, lent = (of(pair, old=replace(old, lent=one), recipe=recipe) for one in (None, Lent(lesson, moved.vector)))
+    ready = Lent(lesson, moved.vector, Work(forward=asked + moved.passes, backward=moved.passes))
+    alone, lent = (of(pair, old=replace(old, lent=one), recipe=recipe) for one in (None, ready))
+    assert 3 <= alone.parts["steps"] < 6
     assert all(torch.equal(alone.update[name], lent.update[name]) for name in alone.update)
     assert alone.parts == lent.parts
     assert alone.work.forward - lent.work.forward == asked + moved.passes

@@ -60,6 +60,16 @@ def test_more_and_shorter_texts_are_asked_about(texts: int) -> None:
     assert (steps_of(beside_real_ones), beside_real_ones.parts["asked"]) == (USUAL.steps, USUAL.pool)
 
 
+def test_hundreds_of_labels_take_the_place_of_made_up_inputs() -> None:
+    for recipe in (USUAL, SHORTER):
+        few, some, many = (recipe.for_labels(count) for count in (10, 200, 4000))
+        assert few == recipe
+        assert recipe.labelled < some.labelled < many.labelled == (recipe.labelled + recipe.unlabelled) // 2
+        assert {one.labelled + one.unlabelled for one in (few, some, many)} == {recipe.labelled + recipe.unlabelled}
+        assert many.pool < some.pool < few.pool
+    assert moved(400).parts["asked"] == SHORTER.for_labels(400).pool
+
+
 def test_real_inputs_are_learned_from_in_more_and_smaller_steps() -> None:
     found = moved(10, besides=320)
     assert (steps_of(found), found.parts["asked"]) == (USUAL.real().steps, 320)
