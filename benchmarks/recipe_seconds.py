@@ -2,8 +2,8 @@
 
     python -m benchmarks.recipe_seconds --fieldtest FOLDER [--device cuda] [--pairs e5-l12:gte-l12 ...] [--tasks tweets pairs ...]
 
-FOLDER holds models/, packed/ with unpack.py, and tasks/. Seconds are those that `gradfix compare` reports for the method, seed by
-seed; the first of a process pays for what is loaded once. Old fine-tunes are of a few steps only: how good they are changes
+FOLDER holds models/, packed/ with unpack.py, and tasks/. Seconds are those of the method as `transport` and `compare` run it, models open, seed
+by seed; the first of a process pays for what is loaded once. Old fine-tunes are of a few steps only: how good they are changes
 no cost. The fine-tune is timed over a few steps and multiplied: by `gradfix finetune`, and as plain torch steps. "pairs" is the
 retriever's task: 500 texts of `banking` alone, beside 400 steps of 64 pairs. Adds to benchmarks/results/recipe_seconds.json under
 the device's name."""
@@ -61,8 +61,9 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace, work: Path, task: str, source: str, target: str) -> dict[str, Any]:
-    from gradfix import compare
     from gradfix.data import load_data
+    from gradfix.methods.opening import Opened, Request
+    from gradfix.methods.trial import Passes
     from gradfix.tasks.embedding import EmbeddingTask
     from gradfix.tasks.zero_shot import ZeroShot
 
@@ -76,17 +77,30 @@ def measured(args: argparse.Namespace, work: Path, task: str, source: str, targe
         tune(kind, base, train, tuned, args.device)
     whole = {name: STEPS / args.timed * seconds for name, seconds in fine_tunes(kind, onto, train, args).items()}
     drawn = random.Random(0).sample(list(train), TEXTS)
-    results = compare(
-        base=base, tuned=tuned, target=onto, data=data, task="embedding" if retrieval else "zero-shot", methods=["best"],
-        shots=(0 if retrieval else args.shots,), seeds=args.seeds, validation="none", finetune=False, batch_size=256,
-        unlabelled=[{"text": row["text"]} for row in drawn] if retrieval else None, device=args.device,
+    opened = Opened(
+        Request(
+            base=base, tuned=tuned, target=onto, data=data, task="embedding" if retrieval else "zero-shot", validation="none",
+            finetune=False, unlabelled=[{"text": row["text"]} for row in drawn] if retrieval else None, device=args.device,
+            passes=Passes(batch_size=256),
+        )
     )  # fmt: skip
-    seconds = [row["seconds"] for row in results.rows if row["method"] == "best"]
+    opened.trial.judged = False
+    seconds = [taken(opened.trial, 0 if retrieval else args.shots, seed, args.device) for seed in args.seeds]
     usual = fmean(seconds[1:])
     return {
         "seconds": usual, "first": seconds[0], "each": seconds[1:], "fine_tune": whole,
         "share": {name: usual / took for name, took in whole.items()},
     }  # fmt: skip
+
+
+def taken(trial: Any, shots: int, seed: int, device: str) -> float:
+    from gradfix.methods.methods import METHODS
+
+    support = trial.support(shots, seed)
+    trial.open_bill()
+    began = _now(device)
+    METHODS["best"].run(trial, support)
+    return _now(device) - began
 
 
 def tune(kind: Any, base: Path, train: Any, out: Path, device: str, steps: int = 20) -> None:
@@ -126,10 +140,12 @@ def fine_tunes(kind: Any, onto: Path, train: Any, args: argparse.Namespace) -> d
 
 
 def _now(device: str) -> float:
+    """Seconds of the clock with a card to itself; of the processor elsewhere, where others may share the machine."""
     import torch
 
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 
