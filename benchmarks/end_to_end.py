@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from benchmarks.parts import begun
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end.json"
 KEPT = {"train": 400, "validation": 120, "test": 120}
@@ -35,16 +36,9 @@ def main() -> None:
     parser.add_argument("--label", default="after")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
-
-    from gradfix._compat import heal_torchvision
+    content = begun(args.out, "end_to_end")
     from gradfix.checkpoints.folder import versions
 
-    heal_torchvision()
-    torch.set_num_threads(1)
-    content = json.loads(args.out.read_text()) if args.out.exists() else {}
-    content["command"] = "python -m benchmarks.end_to_end"
     with tempfile.TemporaryDirectory() as folder:
         for name, scene in scenes(args, Path(folder)):
             for command in args.commands if args.scenes is None or name in args.scenes else ():

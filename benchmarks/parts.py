@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +12,22 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+
+def begun(out: Path, name: str) -> dict[str, Any]:
+    """Ready for models, on one thread; and what a results file holds so far, which is added to."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+
+    from gradfix._compat import heal_torchvision
+
+    heal_torchvision()
+    torch.set_num_threads(1)
+    content: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    content["command"] = f"python -m benchmarks.{name}"
+    return content
 
 
 def in_parallel(module: str, shared: Sequence[object], parts: Iterable[Sequence[object]], jobs: int) -> None:

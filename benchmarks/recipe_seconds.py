@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import tempfile
 import time
@@ -22,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.any_base import folder_of
+from benchmarks.parts import begun
 
 PAIRS, TASKS = ("minilm-l6:gte-l6", "e5-l12:gte-l12"), ("tweets", "movie", "pairs")
 RETRIEVAL, TEXTS = "banking", 500
@@ -40,16 +40,11 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=40, help="steps of the fine-tune that are timed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    content = begun(args.out, "recipe_seconds")
     import torch
 
-    from gradfix._compat import heal_torchvision
     from gradfix.checkpoints.folder import device_name, versions
 
-    heal_torchvision()
-    torch.set_num_threads(1)
-    content = json.loads(args.out.read_text()) if args.out.exists() else {}
-    content["command"] = "python -m benchmarks.recipe_seconds"
     told = content.setdefault(device_name(torch.device(args.device)), {})
     told |= versions()
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradfix.system import modules
 from gradfix.training import steps
 from gradfix.training.best import Best, best
 from gradfix.training.distil import Teaching
@@ -134,7 +135,7 @@ def test_pieces_of_natural_sentences_are_shorter_as_well() -> None:
 
 
 def test_products_are_rounded_on_a_card_while_models_are_asked_and_taught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_on_a_card", lambda weight: True)
+    monkeypatch.setattr(modules, "on_a_card", lambda weight: True)
     monkeypatch.setattr(steps, "can_replay", lambda training: False)
     seen = []
 

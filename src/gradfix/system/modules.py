@@ -68,6 +68,24 @@ def at_work(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
+def on_a_card(weight: Tensor) -> bool:
+    return weight.device.type == "cuda"
+
+
+@contextmanager
+def rounded_products(weight: Tensor) -> Iterator[None]:
+    """TF32 for float32 products inside, where the weight lies on a card; what was set before comes back."""
+    if not on_a_card(weight):
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @contextmanager
 def restored(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """The weights before, by name; they come back bit for bit."""

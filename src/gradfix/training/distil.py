@@ -21,13 +21,13 @@ from torch.nn import functional
 from gradfix.checkpoints.names import name_map
 from gradfix.checkpoints.open import Source, open_checkpoint
 from gradfix.errors import DataError
-from gradfix.system.modules import at_work
+from gradfix.system.modules import at_work, rounded_products
 from gradfix.system.processes import current
 from gradfix.tasks.base import Bound, Task, alike as of_like_length, computes_padding
 from gradfix.tasks.embedding import EmbeddingBound
 from gradfix.tasks.reading import speaks
 from gradfix.training.costs import Work
-from gradfix.training.steps import Training, draws, rounded_products, take_steps, trainable_weights
+from gradfix.training.steps import Training, draws, take_steps, trainable_weights
 from gradfix.vectors.scale import Coefficients
 from gradfix.vectors.taskvector import TaskVector
 from gradfix.vectors.transported import apply

@@ -19,7 +19,7 @@ from torch.nn import functional
 from gradfix.align.coordinates import Moved, Side, move
 from gradfix.align.pairing import polar
 from gradfix.errors import DataError, UsageError
-from gradfix.system.modules import at_work, restored
+from gradfix.system.modules import at_work, restored, rounded_products
 from gradfix.tasks.base import Example
 from gradfix.tasks.embedding import EmbeddingBound, texts_of
 from gradfix.tasks.retrieval import PLAIN, Text, refuse_equal
@@ -28,7 +28,7 @@ from gradfix.training.distil import ENOUGH, GENTLER, Batch, Teaching, in_stretch
 from gradfix.training.lessons import reads_alike
 from gradfix.training.remix import splice_words
 from gradfix.training.starts import COORDINATES, PLAIN as AS_IT_IS, Old, Start, best_start, learned_ways, step_unit
-from gradfix.training.steps import Training, change, draws, rounded_products, take_steps, trainable_weights, warmed
+from gradfix.training.steps import Training, change, draws, take_steps, trainable_weights, warmed
 from gradfix.vectors.scale import Coefficients, dialled
 from gradfix.vectors.taskvector import TaskVector
 

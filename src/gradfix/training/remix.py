@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import chain
@@ -68,17 +67,14 @@ def _splice(
     bags = _bags(torch.cat(bodies), reserved, vocabulary)
     few = len(texts) < FEW
     top, turns = (REPLACED, (0, 1)) if few else (REPLACED / 2, (1, 1))
-    drawn = _pieces(bodies, count, generator, longest)
-    lengths = drawn.lengths.sum(1).clamp(max=ids.shape[1] - head - tail)
-    width = int(lengths.max()) if count else 0
-    body = drawn.joined(width)
+    body, lengths = _two_pieces(bodies, count, ids.shape[1] - head - tail, generator, longest)
     share = top * torch.rand(count, 1, generator=generator)
     swapped = torch.rand(body.shape, generator=generator) < share
     chances = torch.rand(body.shape, generator=generator, dtype=torch.double)
     for turn, bag in enumerate(turns):
         own, rows = swapped[turn::2], slice(turn, None, 2)
         body[rows] = torch.where(own, _drawn(bags[bag], chances[rows]), body[rows])
-    place = torch.arange(head + width + tail)
+    place = torch.arange(head + body.shape[1] + tail)
     ends = head + lengths[:, None]
     out = functional.pad(body, (head, tail))
     out[:, :head] = texts[0][:head]
@@ -92,27 +88,18 @@ def _splice(
     return result
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Two pieces for each of many sequences: where they begin in a row of all tokens, and how long they are."""
-
-    tokens: Tensor
-    begins: Tensor
-    lengths: Tensor
-
-    def joined(self, width: int) -> Tensor:
-        """The pieces one behind the other, so many tokens wide; what lies behind them is anything."""
-        place = torch.arange(width)
-        first = self.lengths[:, :1]
-        places = torch.where(place < first, self.begins[:, :1] + place, self.begins[:, 1:] + place - first)
-        return self.tokens[places.clamp(max=len(self.tokens) - 1)]
-
-
-def _pieces(bodies: Sequence[Tensor], count: int, generator: torch.Generator, longest: float) -> _Pieces:
-    sizes = torch.tensor([len(body) for body in bodies])
+def _two_pieces(
+    bodies: Sequence[Tensor], count: int, room: int, generator: torch.Generator, longest: float
+) -> tuple[Tensor, Tensor]:
+    """A piece of one sequence behind a piece of another, so many times, and how long each pair is; what lies behind is anything."""
+    sizes, tokens = torch.tensor([len(body) for body in bodies]), torch.cat(list(bodies))
     rows = torch.randint(len(bodies), (count, 2), generator=generator)
     begins, ends = stretches(sizes[rows], longest, generator)
-    return _Pieces(torch.cat(list(bodies)), (sizes.cumsum(0) - sizes)[rows] + begins, ends - begins)
+    lengths = (ends - begins).sum(1).clamp(max=room)
+    place, first = torch.arange(int(lengths.max()) if count else 0), (ends - begins)[:, :1]
+    begins = begins + (sizes.cumsum(0) - sizes)[rows]
+    places = torch.where(place < first, begins[:, :1] + place, begins[:, 1:] + place - first)
+    return tokens[places.clamp(max=len(tokens) - 1)], lengths
 
 
 def splice_words(texts: Sequence[str], count: int, seed: int, longest: float = 1.0) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -237,22 +236,8 @@ def take_steps(
     `ordinary(*rows)` gives the losses that `Training.step` takes. `alike(*rows)` is their sum, made so that shapes do not change
     from step to step and the host reads no value: it may be recorded. Both may write to tensors that outlive a step. Products of
     float32 on a card are rounded to TF32 meanwhile: small steps do not notice, and take half the time."""
-    with rounded_products(next(iter(training.parameters.values()))):
+    with modules.rounded_products(next(iter(training.parameters.values()))):
         _take_steps(training, rows, ordinary, alike)
-
-
-@contextmanager
-def rounded_products(weight: Tensor) -> Iterator[None]:
-    """TF32 for float32 products inside, where the weight lies on a card; what was set before comes back."""
-    if not _on_a_card(weight):
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _take_steps(
@@ -280,13 +265,9 @@ def can_replay(training: Training) -> bool:
         own
         and current().size == 1
         and len({w.device for w in weights}) == 1
-        and _on_a_card(weights[0])
+        and modules.on_a_card(weights[0])
         and not is_split(weights[0])
     )
-
-
-def _on_a_card(weight: Tensor) -> bool:
-    return weight.device.type == "cuda"
 
 
 def _recorded(training: Training, rows: Sequence[Rows], first: int, alike: Callable[..., Tensor]) -> Played | None:
